@@ -1,0 +1,2 @@
+//! The damask command.
+fn main() {}

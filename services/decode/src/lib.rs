@@ -1,0 +1,1 @@
+//! Continuous batching: lands KV pages, runs steps, streams numbered tokens.

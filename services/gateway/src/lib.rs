@@ -1,0 +1,1 @@
+//! The only service that knows text: OpenAI-compatible HTTP and gRPC Chat.

@@ -1,0 +1,1 @@
+//! Computes prompts one at a time, samples the first token, sends the KV cache.

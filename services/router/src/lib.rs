@@ -1,0 +1,1 @@
+//! Owns the life of a request: admission, placement, deadlines, resumption.

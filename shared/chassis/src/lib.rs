@@ -1,0 +1,1 @@
+//! What every service stands on: config, logs, metrics, admin server, tasks, network.

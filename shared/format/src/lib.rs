@@ -1,0 +1,1 @@
+//! Conversations to tokens and back: the ChatFormat plug-in, Harmony, the vocabulary.

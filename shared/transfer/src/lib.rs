@@ -1,0 +1,1 @@
+//! KV transfer between processes: the Transport contract and its implementations.

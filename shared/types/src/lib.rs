@@ -1,0 +1,18 @@
+//! The words that every crate shares: ids, requests, sampled tokens, layouts, error classes.
+//!
+//! Knows: what a request *is*. Must not know: how it travels (`wire`), where its KV lives (`kv`), how it is
+//! computed (`engine`), or any text format (`format`). No I/O, no clock.
+//!
+//! Start with [`request::GenerateRequest`].
+
+pub mod error;
+pub mod ids;
+pub mod layout;
+pub mod request;
+pub mod token;
+
+pub use error::{Classify, ErrorClass};
+pub use ids::{Incarnation, PageId, PeerId, RequestId, SlotId, TicketId, WorkerId};
+pub use layout::{KvDtype, KvLayout, KvLayoutMismatch, ModelFingerprint, PageGroup, ParallelLayout, Role};
+pub use request::{GenerateRequest, InvalidRequest, Sampling};
+pub use token::{FinishReason, SampledToken, TokenId, TokenLogprob};

@@ -1,0 +1,1 @@
+//! The protobuf surface: generated code, conversions to types, errors to gRPC status.

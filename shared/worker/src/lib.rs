@@ -1,0 +1,1 @@
+//! What prefill and decode share: the step-loop thread, registration, tickets.

@@ -1,0 +1,163 @@
+//! The batch: which rows a step computes, and what its outputs mean.
+
+use kv::SequencePages;
+use types::{SampledToken, SlotId, TicketId, TokenId};
+
+use super::{DecodeAction, DecodeScheduler};
+use crate::in_flight::StepMismatch;
+use crate::plan::{PageDelta, RowOutputKind, RowTokens, SlotBinding, StepOutput, StepPlan, StepRow};
+use crate::sequence::SequenceSpec;
+use crate::ticket::{Outcome, Taken, Ticket};
+
+/// One admitted sequence.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) ticket: Ticket,
+    pub(super) slot: SlotId,
+    pub(super) spec: SequenceSpec,
+    /// Output tokens known so far: those of earlier attempts, then prefill's, then the batch's.
+    output: Vec<TokenId>,
+    /// Positions that are in the cache once the steps in flight are complete.
+    cached_tokens: u32,
+    /// The last step that has a row of this sequence.
+    pub(super) last_step: Option<u64>,
+}
+
+impl Sequence {
+    pub(super) fn new(ticket: Ticket, slot: SlotId, spec: SequenceSpec) -> Self {
+        let (output, cached_tokens) = (spec.generated.clone(), spec.context_tokens());
+        Self { ticket, slot, spec, output, cached_tokens, last_step: None }
+    }
+
+    fn known_tokens(&self) -> u32 {
+        (self.spec.prompt.len() + self.output.len()) as u32
+    }
+
+    /// Output index of the token that the next row samples.
+    fn next_row_index(&self) -> u32 {
+        self.cached_tokens + 1 - self.spec.prompt.len() as u32
+    }
+
+    /// Whether a row in flight is known to yield the last token, whatever it is: then no row may follow it.
+    fn awaits_last_token(&self, max_context_tokens: u32) -> bool {
+        self.cached_tokens == self.known_tokens()
+            && self.spec.is_last_index(self.next_row_index() - 1, max_context_tokens)
+    }
+
+    /// What the next row computes. The token behind the last one in the cache is the host's if it has been read, else the device's.
+    fn next_tokens(&self) -> RowTokens {
+        let prompt_tokens = self.spec.prompt.len();
+        match self.output.get(self.cached_tokens as usize - prompt_tokens..) {
+            Some(unread @ [_, ..]) => RowTokens::Known(unread.to_vec()),
+            _ => RowTokens::LastSampled,
+        }
+    }
+
+    fn pages_mut(&mut self) -> &mut SequencePages {
+        self.ticket.pages_mut().expect("members of the batch have landed pages until they are taken out of it")
+    }
+
+    /// Adds this sequence's row, and its binding if it is new, to a plan for which its pages are prepared.
+    fn join(&mut self, plan: &mut StepPlan) {
+        let slot = self.slot;
+        if self.ticket.run() == Taken::First {
+            plan.bind.push(SlotBinding {
+                slot,
+                sampling: self.spec.sampling.clone(),
+                prompt: self.spec.prompt.clone(),
+                generated: self.output.clone(),
+            });
+        }
+        let deltas = self.pages_mut().take_deltas();
+        plan.pages.extend(deltas.map(|delta| PageDelta {
+            slot,
+            group: delta.group,
+            first_page: delta.first_page,
+            append: delta.append,
+        }));
+        let tokens = self.next_tokens();
+        let position = self.cached_tokens;
+        self.cached_tokens += tokens.len() as u32;
+        self.last_step = Some(plan.step);
+        plan.rows.push(StepRow { slot, position, tokens, output: RowOutputKind::Sample, publish_kv: false });
+    }
+}
+
+impl DecodeScheduler {
+    /// The next step: one row for each sequence of the batch, oldest first. `None` when there is nothing to compute, or when as many steps
+    /// are in flight as may be. Sequences that gave way for lack of pages end with [`Outcome::Preempted`].
+    pub fn plan(&mut self, out: &mut Vec<DecodeAction>) -> Option<StepPlan> {
+        if self.in_flight.is_full() {
+            return None;
+        }
+        let members = self.prepare_rows(out);
+        if members.is_empty() {
+            return None;
+        }
+        let unbind = std::mem::take(&mut self.unbind);
+        let mut plan = StepPlan { step: self.in_flight.next_step(), unbind, ..StepPlan::default() };
+        let mut rows = Vec::with_capacity(members.len());
+        for ticket in members {
+            let sequence =
+                self.sequences.get_mut(&ticket).expect("prepared sequences are here: only younger ones gave way");
+            sequence.join(&mut plan);
+            rows.push((sequence.slot, ticket, ()));
+        }
+        self.in_flight.push(&plan, rows);
+        Some(plan)
+    }
+
+    /// Gives every row its pages, oldest sequence first; returns the sequences that have them.
+    fn prepare_rows(&mut self, out: &mut Vec<DecodeAction>) -> Vec<TicketId> {
+        let mut ready = Vec::with_capacity(self.batch.len());
+        let mut member_idx = 0;
+        while let Some(ticket) = self.batch.get(member_idx).copied() {
+            let sequence = self.sequences.get_mut(&ticket).expect("the batch lists sequences that are here");
+            if sequence.awaits_last_token(self.config.max_context_tokens) {
+                member_idx += 1;
+                continue;
+            }
+            let position = sequence.cached_tokens;
+            let row = position..position + sequence.next_tokens().len() as u32;
+            if sequence.pages_mut().prepare(row).is_ok() {
+                ready.push(ticket);
+                member_idx += 1;
+            } else if !self.retired.is_empty() || self.batch.len() == 1 {
+                // Pages are on their way back: with the step in flight, or, for a sequence alone, with reservations and quarantine,
+                // which are bounded in time. Nobody need give way: this row waits.
+                member_idx += 1;
+            } else if let Some(youngest) = self.batch.last().copied() {
+                self.preemptions += 1;
+                self.end(youngest, Outcome::Preempted, out);
+            }
+        }
+        ready
+    }
+
+    /// Takes in what the oldest step in flight yielded: a [`DecodeAction::Token`] for each row whose sequence is still here, and
+    /// [`DecodeAction::Ended`] for those that it ends.
+    ///
+    /// # Errors
+    /// [`StepMismatch`] when the output is not that of the oldest step in flight: the engine is broken.
+    pub fn complete(&mut self, output: StepOutput, out: &mut Vec<DecodeAction>) -> Result<(), StepMismatch> {
+        let step = output.step;
+        for (ticket, (), row) in self.in_flight.pop(output)? {
+            let token = row.sampled.ok_or(StepMismatch::NoToken { step, slot: row.slot.0 })?;
+            self.deliver(ticket, token, out);
+        }
+        self.retired.step_completed(step);
+        Ok(())
+    }
+
+    /// The next output token of a sequence; those of sequences that have ended are dropped.
+    pub(super) fn deliver(&mut self, ticket: TicketId, token: SampledToken, out: &mut Vec<DecodeAction>) {
+        let Some(sequence) = self.sequences.get_mut(&ticket) else { return };
+        let index = sequence.output.len() as u32;
+        let finish = sequence.spec.finish_reason(index, token.token, self.config.max_context_tokens);
+        sequence.output.push(token.token);
+        out.push(DecodeAction::Token { ticket, index, token });
+        if let Some(reason) = finish {
+            self.end(ticket, Outcome::Finished(reason), out);
+        }
+    }
+}

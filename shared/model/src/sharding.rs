@@ -50,17 +50,19 @@ const VOCAB_BLOCK: usize = 128;
 #[must_use]
 pub fn split(units: usize, parts: usize) -> Vec<Range<usize>> {
     assert!(parts.is_power_of_two(), "halving needs a power of two, got {parts} parts");
-    let mut ranges = vec![0..units];
-    while ranges.len() < parts {
-        ranges = ranges
-            .into_iter()
-            .flat_map(|range| {
-                let middle = range.start + range.len().div_ceil(2);
-                [range.start..middle, middle..range.end]
-            })
-            .collect();
-    }
+    let mut ranges = Vec::with_capacity(parts);
+    halve(0..units, parts, &mut ranges);
     ranges
+}
+
+fn halve(range: Range<usize>, parts: usize, ranges: &mut Vec<Range<usize>>) {
+    if parts == 1 {
+        ranges.push(range);
+        return;
+    }
+    let middle = range.start + range.len().div_ceil(2);
+    halve(range.start..middle, parts / 2, ranges);
+    halve(middle..range.end, parts / 2, ranges);
 }
 
 /// What one rank holds of one model under one layout.

@@ -101,8 +101,8 @@ fn parse_header(file: &[u8]) -> Result<HashMap<String, StoredTensor>, Problem> {
             None => return fail(format!("tensor {name} has the impossible shape {:?}", info.shape)),
         }
         if end > data.len() {
-            // Cannot overflow: each range has the size of its tensor, and their sum has just been checked piece by piece.
-            return Err(Problem::Truncated { tensor: name, end: data_start.saturating_add(end), len: file.len() });
+            // No overflow: `begin` is inside the file and the tensor has at most `usize::MAX / 8` bytes.
+            return Err(Problem::Truncated { tensor: name, end: data_start + end, len: file.len() });
         }
         end_of_previous = end;
         let stored = StoredTensor { dtype: info.dtype, shape: info.shape, range: data_start + begin..data_start + end };

@@ -10,8 +10,9 @@ use model::{Checkpoint, LayerKind, LayerWeights, Linear, Matrix, ModelConfig, Sh
 use safetensors::SafeTensors;
 use types::ParallelLayout;
 
-/// The gate of the fixtures: max |a - b| / max |b|.
-const TOLERANCE: f64 = 1e-3;
+/// Largest max |a - b| / max |b|. The fixtures were computed in f32 and ours sums in f64; the worst seen is 8e-7. Any wrong formula
+/// (rope, sinks, a window off by one) is orders of magnitude above.
+const TOLERANCE: f64 = 1e-5;
 /// Below this distance between 4th and 5th router logit, f32 rounding may swap them.
 const ROUTER_GAP: f32 = 1e-4;
 
@@ -54,10 +55,12 @@ struct Trace {
 impl Run {
     fn new(name: &str) -> Self {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/nano");
-        let fixture = std::fs::read(dir.join(name).with_extension("safetensors")).expect("the fixture is in the repository");
+        let fixture =
+            std::fs::read(dir.join(name).with_extension("safetensors")).expect("the fixture is in the repository");
         let tensors = SafeTensors::deserialize(&fixture).expect("fixtures are safetensors files");
         let ids = tensors.tensor("input_ids").expect("every fixture has input_ids");
-        let ids: Vec<usize> = bytemuck::pod_collect_to_vec::<u8, i32>(ids.data()).iter().map(|&id| id as usize).collect();
+        let ids: Vec<usize> =
+            bytemuck::pod_collect_to_vec::<u8, i32>(ids.data()).iter().map(|&id| id as usize).collect();
         let checkpoint = Checkpoint::embedded_nano();
         let trace = forward(&checkpoint, &ids);
         Self { config: checkpoint.config().clone(), trace, fixture }
@@ -100,12 +103,15 @@ impl Run {
                 }
                 other => panic!("router_topk is {other:?}"),
             };
+            let (mut ours, mut expected) = (Vec::new(), Vec::new());
             for (position, routed) in routed.iter().enumerate().filter(|(position, _)| gaps[*position] >= ROUTER_GAP) {
                 let experts: Vec<usize> = routed.iter().map(|routed| routed.expert).collect();
                 assert_eq!(experts, topk[position * k..][..k], "layer {layer} position {position}");
-                let ours: Vec<f32> = routed.iter().map(|routed| routed.weight).collect();
-                assert_close(&format!("router weights {layer}, {position}"), &ours, &weights[position * k..][..k]);
+                ours.extend(routed.iter().map(|routed| routed.weight));
+                expected.extend_from_slice(&weights[position * k..][..k]);
             }
+            assert!(ours.len() > 4 * 200, "layer {layer}: most positions have a clear fourth expert");
+            assert_close(&format!("router weights.{layer}"), &ours, &expected);
         }
     }
 }
@@ -120,7 +126,12 @@ fn assert_close(what: &str, ours: &[f32], expected: &[f32]) {
         .enumerate()
         .fold((0, 0.0), |worst, (i, error)| if error > worst.1 || error.is_nan() { (i, error) } else { worst });
     println!("{what}: {:.2e} of the largest value", error / scale);
-    assert!(error / scale < TOLERANCE, "{what}[{at}] is {}, expected {} (largest value {scale})", ours[at], expected[at]);
+    assert!(
+        error / scale < TOLERANCE,
+        "{what}[{at}] is {}, expected {} (largest value {scale})",
+        ours[at],
+        expected[at]
+    );
 }
 
 fn forward(checkpoint: &Checkpoint, ids: &[usize]) -> Trace {

@@ -172,11 +172,7 @@ fn hugging_face_rope(fields: &Fields<'_>) -> Result<RopeConfig, ConfigError> {
 
 /// The limits that hold for both dialects.
 fn check(config: &ModelConfig, fields: &Fields<'_>) -> Result<(), ConfigError> {
-    let (experts_field, kv_field) = if fields.has("num_local_experts") {
-        ("num_local_experts", "num_key_value_heads")
-    } else {
-        ("num_experts", "num_key_value_heads")
-    };
+    let experts_field = if fields.has("num_local_experts") { "num_local_experts" } else { "num_experts" };
     let limit = |field: &str, value: usize, max: usize| {
         if value <= max { Ok(()) } else { Err(fields.unsupported(field, value, format!("at most {max}"))) }
     };
@@ -196,7 +192,7 @@ fn check(config: &ModelConfig, fields: &Fields<'_>) -> Result<(), ConfigError> {
     multiple("head_dim", config.head_dim, 2)?;
     if !config.num_heads.is_multiple_of(config.num_kv_heads) {
         let supported = format!("a divisor of num_attention_heads {}", config.num_heads);
-        return Err(fields.unsupported(kv_field, config.num_kv_heads, supported));
+        return Err(fields.unsupported("num_key_value_heads", config.num_kv_heads, supported));
     }
     let positive = |field: &str, value: f64| {
         if value.is_finite() && value > 0.0 { Ok(()) } else { Err(fields.unsupported(field, value, "above 0")) }

@@ -1,0 +1,6 @@
+//! Checkpoints on disk: both layouts, one file or several, and everything that can be wrong with them.
+
+mod corruption;
+mod layouts;
+mod refusals;
+mod support;

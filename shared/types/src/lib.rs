@@ -6,13 +6,17 @@
 //! Start with [`request::GenerateRequest`].
 
 pub mod error;
+pub mod event;
 pub mod ids;
 pub mod layout;
 pub mod request;
 pub mod token;
+pub mod worker;
 
 pub use error::{Classify, ErrorClass};
+pub use event::{DecodeEvent, Finished, GenerateEvent, PrefillEvent, TokenRun, Usage};
 pub use ids::{Incarnation, PageId, PeerId, RequestId, SlotId, TicketId, WorkerId};
 pub use layout::{KvDtype, KvLayout, KvLayoutMismatch, ModelFingerprint, PageGroup, ParallelLayout, Role};
 pub use request::{GenerateRequest, InvalidRequest, Sampling};
 pub use token::{FinishReason, SampledToken, TokenId, TokenLogprob};
+pub use worker::{KvEndpoint, Load, PagePoolLoad, Ticket, WorkerDescription, WorkerReport, WorkerState};

@@ -1,0 +1,83 @@
+//! Reads and writes frames on a stream, each with its bound.
+
+use std::time::Duration;
+
+use bytes::{Buf, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::time::timeout;
+
+use crate::error::LossCause;
+use crate::frame::{Decoded, Frame};
+
+/// Bytes asked from the stream at least: many small frames then come by one call.
+const READ_SIZE: usize = 64 << 10;
+
+pub(super) struct FrameReader<R> {
+    stream: R,
+    buf: BytesMut,
+    max_payload: usize,
+    silence: Duration,
+}
+
+impl<R: AsyncRead + Unpin> FrameReader<R> {
+    pub(super) fn new(stream: R, max_payload: usize, silence: Duration) -> Self {
+        Self { stream, buf: BytesMut::new(), max_payload, silence }
+    }
+
+    /// The next frame. Cancellation safe: bytes read stay in the buffer.
+    pub(super) async fn next(&mut self) -> Result<Frame, LossCause> {
+        loop {
+            let missing = match Frame::decode(&mut self.buf, self.max_payload)? {
+                Decoded::Frame(frame) => return Ok(frame),
+                Decoded::NeedMore(missing) => missing,
+            };
+            // The payload then lands in one piece and is handed on without a copy.
+            self.buf.reserve(missing.max(READ_SIZE));
+            match timeout(self.silence, self.stream.read_buf(&mut self.buf)).await {
+                Err(_) => return Err(LossCause::Silent(self.silence)),
+                Ok(Ok(0)) => return Err(LossCause::Ended),
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => return Err(LossCause::Io(error.to_string())),
+            }
+        }
+    }
+}
+
+pub(super) struct FrameWriter<W> {
+    stream: W,
+    stall: Duration,
+}
+
+impl<W: AsyncWrite + Unpin> FrameWriter<W> {
+    pub(super) fn new(stream: W, stall: Duration) -> Self {
+        Self { stream, stall }
+    }
+
+    /// Writes one frame. Not cancellation safe: a frame that was cut makes the stream useless.
+    pub(super) async fn write(&mut self, frame: &Frame) -> Result<(), LossCause> {
+        let (head, payload) = frame.encode();
+        let mut bytes = head.chain(payload);
+        while bytes.has_remaining() {
+            self.bounded_write(&mut bytes).await?;
+        }
+        Ok(())
+    }
+
+    /// Passes buffered bytes on, for streams that buffer (TLS).
+    pub(super) async fn flush(&mut self) -> Result<(), LossCause> {
+        match timeout(self.stall, self.stream.flush()).await {
+            Err(_) => Err(LossCause::Stalled(self.stall)),
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(LossCause::Io(error.to_string())),
+        }
+    }
+
+    async fn bounded_write(&mut self, bytes: &mut (impl Buf + Unpin)) -> Result<(), LossCause> {
+        match timeout(self.stall, self.stream.write_buf(bytes)).await {
+            Err(_) => Err(LossCause::Stalled(self.stall)),
+            Ok(Ok(0)) => Err(LossCause::Ended),
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(LossCause::Io(error.to_string())),
+        }
+    }
+}

@@ -7,7 +7,8 @@ use std::io::Write;
 use anyhow::{Context, bail};
 
 fn main() -> anyhow::Result<()> {
-    let [source, target] = std::env::args().skip(1).collect::<Vec<_>>().try_into().ok().context("usage: SOURCE TARGET")?;
+    let [source, target] =
+        std::env::args().skip(1).collect::<Vec<_>>().try_into().ok().context("usage: SOURCE TARGET")?;
     let (mut lengths, mut bytes) = (Vec::new(), Vec::new());
     for (rank, line) in std::fs::read_to_string(&source)?.lines().enumerate() {
         let (token, written_rank) = line.split_once(' ').context("a line without a rank")?;

@@ -13,4 +13,6 @@ pub use conversation::{
     Conversation, Message, ReasoningEffort, ResponseFormat, SchemaFormat, ToolCall, ToolChoice, ToolDefinition,
 };
 pub use deltas::{Answer, AnswerCall, CallDelta, ChatFinish, ChatStream, Delta, Field, Finished, TextDelta};
-pub use format::{Channel, ChatFormat, ContentType, Event, Header, Parser, Prompt, Recipient, RenderError, Role, TurnContext};
+pub use format::{
+    Channel, ChatFormat, ContentType, Event, Header, Parser, Prompt, Recipient, RenderError, Role, TurnContext,
+};

@@ -155,6 +155,9 @@ impl Vocabulary {
 
 impl std::fmt::Debug for Vocabulary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Vocabulary").field("size", &self.size()).field("fingerprint", &self.fingerprint).finish_non_exhaustive()
+        f.debug_struct("Vocabulary")
+            .field("size", &self.size())
+            .field("fingerprint", &self.fingerprint)
+            .finish_non_exhaustive()
     }
 }

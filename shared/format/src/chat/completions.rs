@@ -28,7 +28,8 @@ type Result<T> = std::result::Result<T, InvalidField>;
 /// # Errors
 /// The first field that is missing, of the wrong type, or asks for what a text model cannot do.
 pub fn conversation(body: &Value) -> Result<Conversation> {
-    let body = Fields { path: String::new(), map: body.as_object().ok_or_else(|| invalid("", "the body is not an object"))? };
+    let body =
+        Fields { path: String::new(), map: body.as_object().ok_or_else(|| invalid("", "the body is not an object"))? };
     let messages = body.list("messages")?.ok_or_else(|| body.missing("messages"))?;
     if messages.is_empty() {
         return Err(invalid("messages", "is empty"));
@@ -56,7 +57,9 @@ pub fn reasoning_effort(word: &str) -> Result<ReasoningEffort> {
         "none" | "minimal" | "low" => Ok(ReasoningEffort::Low),
         "medium" => Ok(ReasoningEffort::Medium),
         "high" | "xhigh" => Ok(ReasoningEffort::High),
-        other => Err(invalid("reasoning_effort", format!("is {other:?}, known are none, minimal, low, medium, high, xhigh"))),
+        other => {
+            Err(invalid("reasoning_effort", format!("is {other:?}, known are none, minimal, low, medium, high, xhigh")))
+        }
     }
 }
 
@@ -125,7 +128,9 @@ fn tool_choice(body: &Fields<'_>, tools: &[ToolDefinition]) -> Result<ToolChoice
         Some(Value::String(word)) => match word.as_str() {
             "auto" => return Ok(ToolChoice::Auto),
             "none" => return Ok(ToolChoice::None),
-            "required" if tools.is_empty() => return Err(invalid("tool_choice", "is required, but there are no tools")),
+            "required" if tools.is_empty() => {
+                return Err(invalid("tool_choice", "is required, but there are no tools"));
+            }
             "required" => return Ok(ToolChoice::Required),
             other => return Err(invalid("tool_choice", format!("is {other:?}, {KNOWN}"))),
         },
@@ -300,11 +305,17 @@ mod tests {
         assert_eq!(say(json!({"role": "user", "content": 7})), "messages[1].content");
         assert_eq!(say(json!({"role": "user", "content": [{"type": "image_url"}]})), "messages[1].content[0].type");
         assert_eq!(say(json!({"role": "tool", "content": ""})), "messages[1].tool_call_id");
-        assert_eq!(say(json!({"role": "assistant", "tool_calls": [{"id": "a"}]})), "messages[1].tool_calls[0].function");
+        assert_eq!(
+            say(json!({"role": "assistant", "tool_calls": [{"id": "a"}]})),
+            "messages[1].tool_calls[0].function"
+        );
         assert_eq!(ask(json!({"reasoning_effort": "extreme"})), "reasoning_effort");
         assert_eq!(ask(json!({"tools": [{"type": "web_search"}]})), "tools[0].type");
         assert_eq!(ask(json!({"tools": [{"function": {"name": ""}}]})), "tools[0].function.name");
-        assert_eq!(ask(json!({"tools": [{"function": {"name": "f", "parameters": 1}}]})), "tools[0].function.parameters");
+        assert_eq!(
+            ask(json!({"tools": [{"function": {"name": "f", "parameters": 1}}]})),
+            "tools[0].function.parameters"
+        );
         assert_eq!(ask(json!({"tool_choice": "always"})), "tool_choice");
         assert_eq!(ask(json!({"tool_choice": "required"})), "tool_choice");
         assert_eq!(

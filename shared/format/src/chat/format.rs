@@ -113,7 +113,9 @@ impl Role {
     /// The role that `word` names.
     #[must_use]
     pub fn from_word(word: &str) -> Option<Self> {
-        [Self::System, Self::Developer, Self::User, Self::Assistant, Self::Tool].into_iter().find(|role| role.as_str() == word)
+        [Self::System, Self::Developer, Self::User, Self::Assistant, Self::Tool]
+            .into_iter()
+            .find(|role| role.as_str() == word)
     }
 }
 

@@ -254,7 +254,9 @@ impl<'h> Parts<'h> {
             }
             let (word, behind) = split_type(rest);
             let is_type = PLAIN_TYPES.contains(&word)
-                && (self.recipient.is_some() || behind.trim_start().starts_with(['{', '[']) || !is_last && behind.trim().is_empty());
+                && (self.recipient.is_some()
+                    || behind.trim_start().starts_with(['{', '['])
+                    || !is_last && behind.trim().is_empty());
             if !is_type {
                 return rest;
             }
@@ -266,7 +268,9 @@ impl<'h> Parts<'h> {
     fn role_off_the_front(&mut self, text: &'h str, is_last: bool) -> &'h str {
         let (word, rest) = first_word(text);
         // A word alone, or before another part of the header, stands where the role does; before plain text it is text.
-        let is_alone = rest.trim().is_empty() || rest.trim_start().starts_with("to=") || !is_last && self.expects_role == Origin::Start;
+        let is_alone = rest.trim().is_empty()
+            || rest.trim_start().starts_with("to=")
+            || !is_last && self.expects_role == Origin::Start;
         let is_role = match self.expects_role {
             Origin::Start => known_role(word).is_some() || word.starts_with("to=") || is_alone,
             Origin::Prompt(role) => known_name(word, &[role.as_str()]).is_some_and(|_| word.starts_with(role.as_str())),

@@ -43,7 +43,12 @@ struct Body {
 }
 
 impl HarmonyParser {
-    pub(super) fn new(vocabulary: Arc<Vocabulary>, control: ControlTokens, opened: Option<Role>, tools: Vec<String>) -> Self {
+    pub(super) fn new(
+        vocabulary: Arc<Vocabulary>,
+        control: ControlTokens,
+        opened: Option<Role>,
+        tools: Vec<String>,
+    ) -> Self {
         let state = opened.map_or(State::Between, |role| State::Header(Draft::new(Origin::Prompt(role))));
         Self { vocabulary, control, tools, is_turn: opened.is_some(), has_answer: false, state }
     }

@@ -59,7 +59,8 @@ impl Resolver<'_> {
         for _ in 0..MAX_DEPTH {
             let Some(reference) = fields.remove("$ref") else { break };
             let target = reference.as_str().and_then(|path| self.root.pointer(path.strip_prefix('#')?));
-            let mut target = target.filter(|target| self.afford(target)).and_then(Value::as_object).cloned().unwrap_or_default();
+            let mut target =
+                target.filter(|target| self.afford(target)).and_then(Value::as_object).cloned().unwrap_or_default();
             target.extend(fields);
             fields = target;
         }
@@ -110,7 +111,8 @@ fn union_of_any_of(fields: &mut Map<String, Value>) {
         return;
     }
     let Some(Value::Array(variants)) = fields.remove("anyOf") else { return };
-    let (nulls, mut others): (Vec<Value>, Vec<Value>) = variants.into_iter().partition(|variant| variant["type"] == "null");
+    let (nulls, mut others): (Vec<Value>, Vec<Value>) =
+        variants.into_iter().partition(|variant| variant["type"] == "null");
     match others.as_mut_slice() {
         [Value::Object(only)] => {
             for (key, value) in std::mem::take(only) {

@@ -59,7 +59,8 @@ fn object(schema: &Value, indent: &str) -> String {
     out.push_str("{\n");
     let no_properties = Map::new();
     for (name, property) in schema["properties"].as_object().unwrap_or(&no_properties) {
-        let is_required = schema["required"].as_array().is_some_and(|required| required.iter().any(|other| other == name));
+        let is_required =
+            schema["required"].as_array().is_some_and(|required| required.iter().any(|other| other == name));
         let key = if is_required { name.clone() } else { format!("{name}?") };
         match variants(property) {
             Some(variants) => one_of_property(&key, property, variants, indent, &mut out),

@@ -212,12 +212,19 @@ fn check_merges(model: &Model) -> Result<(), VocabularyError> {
         let (left, right) = merge.pair().ok_or_else(|| inconsistent(field(), "is not two tokens"))?;
         let made = format!("{left}{right}");
         let id_of = |token: &str| {
-            model.vocab.get(token).copied().ok_or_else(|| inconsistent(field(), format!("{token:?} is not in model.vocab")))
+            model
+                .vocab
+                .get(token)
+                .copied()
+                .ok_or_else(|| inconsistent(field(), format!("{token:?} is not in model.vocab")))
         };
         (id_of(left)?, id_of(right)?);
         let id = id_of(&made)?;
         if id < last {
-            return Err(inconsistent(field(), format!("makes token {id} after token {last}: merges are not in the order of ids")));
+            return Err(inconsistent(
+                field(),
+                format!("makes token {id} after token {last}: merges are not in the order of ids"),
+            ));
         }
         last = id;
     }
@@ -253,7 +260,10 @@ fn special_tokens(added: Vec<AddedToken>, num_ordinary: usize) -> Result<Vec<(To
             return Err(unsupported(format!("added_tokens[{i}].special"), false, "true"));
         }
         if (id as usize) < num_ordinary {
-            return Err(inconsistent(format!("added_tokens[{i}].id"), format!("is {id}, the number of an ordinary token")));
+            return Err(inconsistent(
+                format!("added_tokens[{i}].id"),
+                format!("is {id}, the number of an ordinary token"),
+            ));
         }
         if special.iter().any(|(other, name)| *other == id || *name == content) {
             return Err(inconsistent(format!("added_tokens[{i}]"), format!("{content:?} ({id}) is there twice")));
@@ -291,7 +301,10 @@ mod tests {
             assert_eq!(vocabulary.size(), 2037);
             assert_eq!(vocabulary.special("<|start|>"), Some(2024));
             assert_eq!(vocabulary.special_name(2020), Some("<|return|>"));
-            assert_eq!(vocabulary.decode(&vocabulary.encode("What is 191 - 42?\u{1f980}")), "What is 191 - 42?\u{1f980}");
+            assert_eq!(
+                vocabulary.decode(&vocabulary.encode("What is 191 - 42?\u{1f980}")),
+                "What is 191 - 42?\u{1f980}"
+            );
         }
         assert_ne!(pairs.fingerprint(), spaced.fingerprint());
     }

@@ -1,0 +1,219 @@
+//! Random interleavings of everything that can happen to a decode worker.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use scheduler::{Outcome, Phase, SequenceSpec, TicketError};
+use types::{PeerId, TicketId};
+
+use crate::decode_rig::{DecodeRig, config};
+use crate::{endless, peer, reference, spec, ticket};
+
+#[derive(Debug, Clone)]
+enum Event {
+    Reserve { prompt_tokens: u32, max_tokens: u32, resumed: u32, stops: bool, incarnation: u64 },
+    Begin(Index),
+    Send(Index, u8),
+    SendAllAndCommit(Index),
+    Commit(Index),
+    LateMessages(Index),
+    Cancel(Index),
+    Pass(u64),
+    PeerLost(u64),
+    Fence(Index),
+    Scribble,
+    Plan,
+    Complete,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let prompt_tokens = prop_oneof![Just(1u32), Just(127), Just(128), Just(129), 1..300u32];
+    let reserve = (prompt_tokens, 1..60u32, 0..20u32, any::<bool>(), 1..3u64).prop_map(
+        |(prompt_tokens, max_tokens, resumed, stops, incarnation)| {
+            let resumed = resumed.min(max_tokens - 1);
+            Event::Reserve { prompt_tokens, max_tokens, resumed, stops, incarnation }
+        },
+    );
+    prop_oneof![
+        4 => reserve,
+        4 => any::<Index>().prop_map(Event::Begin),
+        3 => (any::<Index>(), any::<u8>()).prop_map(|(pick, count)| Event::Send(pick, count)),
+        6 => any::<Index>().prop_map(Event::SendAllAndCommit),
+        1 => any::<Index>().prop_map(Event::Commit),
+        1 => any::<Index>().prop_map(Event::LateMessages),
+        1 => any::<Index>().prop_map(Event::Cancel),
+        1 => (0..2_000u64).prop_map(Event::Pass),
+        1 => (1..3u64).prop_map(Event::PeerLost),
+        2 => any::<Index>().prop_map(Event::Fence),
+        2 => Just(Event::Scribble),
+        12 => Just(Event::Plan),
+        12 => Just(Event::Complete),
+    ]
+}
+
+struct Run {
+    rig: DecodeRig,
+    reserved: u128,
+}
+
+impl Run {
+    fn in_phase(&self, phase: Phase) -> Vec<TicketId> {
+        self.rig.records.keys().copied().filter(|id| self.rig.scheduler.phase(*id) == Some(phase)).collect()
+    }
+
+    fn pick(&self, phase: Phase, pick: Index) -> Option<TicketId> {
+        let tickets = self.in_phase(phase);
+        (!tickets.is_empty()).then(|| *pick.get(&tickets))
+    }
+
+    fn reserve(&mut self, from: &PeerId, spec: SequenceSpec) {
+        self.reserved += 1;
+        // A refusal is an answer too: pools and slots are tight on purpose.
+        let _ = self.rig.reserve(ticket(self.reserved), from, spec);
+    }
+
+    fn apply(&mut self, event: Event) {
+        match event {
+            Event::Reserve { prompt_tokens, max_tokens, resumed, stops, incarnation } => {
+                let make = if stops { spec } else { endless };
+                let mut spec = make(self.reserved as u32, prompt_tokens, max_tokens);
+                let (output, _) = reference(&spec, 1200);
+                // An earlier attempt delivered some tokens, not the last.
+                spec.generated = output[..(resumed as usize).min(output.len() - 1)].to_vec();
+                self.reserve(&peer("prefill", incarnation), spec);
+            }
+            Event::Begin(pick) => {
+                if let Some(id) = self.pick(Phase::Reserved, pick) {
+                    self.rig.begin(id).unwrap();
+                }
+            }
+            Event::Send(pick, count) => {
+                if let Some(id) = self.pick(Phase::Landing, pick) {
+                    for i in 0..count.into() {
+                        if !self.rig.senders[&id].unsent.is_empty() {
+                            self.rig.send(id, i).unwrap();
+                        }
+                    }
+                }
+            }
+            Event::SendAllAndCommit(pick) => {
+                if let Some(id) = self.pick(Phase::Landing, pick) {
+                    self.rig.send_all(id);
+                    self.rig.commit(id).unwrap();
+                }
+            }
+            Event::Commit(pick) => {
+                if let Some(id) = self.pick(Phase::Landing, pick) {
+                    let missing = self.rig.senders[&id].unsent.len();
+                    match self.rig.commit(id) {
+                        Ok(_) => assert_eq!(missing, 0),
+                        Err(TicketError::Incomplete(incomplete)) => assert_eq!(incomplete.missing as usize, missing),
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+            }
+            Event::LateMessages(pick) => {
+                let ended = |id: &TicketId| matches!(self.rig.records[id].outcome, Some(Outcome::Aborted(_)));
+                let ended: Vec<TicketId> = self.rig.records.keys().copied().filter(ended).collect();
+                if !ended.is_empty() {
+                    let id = *pick.get(&ended);
+                    assert!(matches!(self.rig.commit(id), Err(TicketError::Gone(_))));
+                    assert!(self.rig.cancel(id).is_none());
+                    assert!(matches!(self.rig.begin(id), Err(TicketError::Gone(_))));
+                }
+            }
+            Event::Cancel(pick) => {
+                let ids: Vec<TicketId> = self.rig.records.keys().copied().collect();
+                if !ids.is_empty() {
+                    let id = *pick.get(&ids);
+                    let ended = self.rig.outcome(id).is_some();
+                    assert_eq!(self.rig.cancel(id).is_none(), ended);
+                }
+            }
+            Event::Pass(ms) => {
+                self.rig.now += Duration::from_millis(ms);
+                self.rig.expire();
+            }
+            Event::PeerLost(incarnation) => self.rig.peer_lost(&peer("prefill", incarnation)),
+            Event::Fence(pick) => {
+                let waiting: Vec<TicketId> = self.rig.fences.iter().copied().collect();
+                if !waiting.is_empty() {
+                    self.rig.fence(*pick.get(&waiting));
+                }
+            }
+            Event::Scribble => {
+                for id in self.rig.fences.clone() {
+                    self.rig.scribble(id);
+                }
+            }
+            Event::Plan => {
+                self.rig.plan();
+            }
+            Event::Complete => {
+                self.rig.complete();
+            }
+        }
+        self.check_counts();
+    }
+
+    fn check_counts(&self) {
+        let counts = self.rig.scheduler.counts();
+        for pool in [counts.full, counts.window] {
+            let sum = pool.free + pool.reserved + pool.landing + pool.live + pool.quarantined;
+            assert_eq!(sum, pool.total, "{pool:?}");
+        }
+        let live = self.rig.records.values().filter(|record| record.outcome.is_none()).count() as u32;
+        assert_eq!(counts.reserved + counts.landing + counts.committed + counts.running, live);
+        if self.rig.fences.is_empty() {
+            assert_eq!(counts.full.quarantined + counts.window.quarantined, 0, "nothing waits without a reason");
+        }
+    }
+
+    /// Every sender finishes, every writer is fenced: then the batch must run dry by itself.
+    fn settle(&mut self) {
+        for id in self.in_phase(Phase::Reserved) {
+            self.rig.begin(id).unwrap();
+        }
+        for id in self.in_phase(Phase::Landing) {
+            self.rig.send_all(id);
+            self.rig.commit(id).unwrap();
+        }
+        for id in self.rig.fences.clone() {
+            self.rig.fence(id);
+        }
+        self.rig.run();
+        for (id, record) in &self.rig.records {
+            assert!(record.outcome.is_some(), "{id} never ended");
+        }
+        self.rig.check_tokens();
+        let counts = self.rig.scheduler.counts();
+        assert!(self.rig.scheduler.is_idle(), "{counts:?}");
+        // Every slot is back as well.
+        for _ in 0..counts.slots {
+            self.reserved += 1;
+            self.rig.reserve(ticket(self.reserved), &peer("prefill", 1), spec(1, 1, 1)).unwrap();
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
+
+    /// No page leaks, each ticket ends exactly once, its tokens come in order and are those of a monolithic run, however late
+    /// the engine runs its steps and whatever an unfenced writer does to its pages.
+    #[test]
+    fn any_interleaving_ends_well(
+        events in prop::collection::vec(event(), 1..250),
+        lookahead in any::<bool>(),
+        full_pages in 75..140u32,
+        growth_tokens in 0..64u32,
+    ) {
+        let config = scheduler::DecodeConfig { growth_tokens, ..config(6, full_pages, lookahead) };
+        let mut run = Run { rig: DecodeRig::new(config), reserved: 0 };
+        for event in events {
+            run.apply(event);
+        }
+        run.settle();
+    }
+}

@@ -34,8 +34,16 @@ impl<T: Pod> Buffer<T> {
         matches!(self.0, Source::Mapped(..))
     }
 
+    /// Announces that all of the values will be read soon.
+    pub(crate) fn will_need(&self) {
+        if let Source::Mapped(bytes, range) = &self.0 {
+            bytes.will_need(range.clone());
+        }
+    }
+
     /// Reads one byte of each 4 KiB, so that the pages of the file come into memory now and not in the first forward pass.
     pub(crate) fn touch(&self) {
+        self.will_need();
         if let Source::Mapped(bytes, range) = &self.0 {
             let sum = bytes[range.clone()].iter().step_by(4096).fold(0u8, |sum, &byte| sum ^ byte);
             std::hint::black_box(sum);

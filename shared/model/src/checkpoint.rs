@@ -46,6 +46,9 @@ struct Place {
 
 impl Checkpoint {
     /// Opens a directory with config.json and either the Hugging Face or the `original/` tensors, in one safetensors file or several.
+    /// The files are mapped, so they must not be changed or cut short until the last tensor of the checkpoint is dropped: replace a
+    /// model by writing another directory.
+    ///
     /// generation_config.json and tokenizer.json are optional; for a directory named `original` they are also looked for beside it.
     ///
     /// # Errors

@@ -25,5 +25,5 @@ pub use checkpoint::{Checkpoint, CheckpointError, Tensor};
 pub use config::{ConfigError, LayerKind, ModelConfig, RopeConfig, SWIGLU_ALPHA};
 pub use fingerprint::sha256_hex;
 pub use param::{Dtype, LayerParam, Param};
-pub use rank_weights::{ExpertWeights, LayerWeights, Linear, Matrix, MxMatrix, RankWeights, load_rank};
+pub use rank_weights::{ExpertWeights, LayerWeights, Linear, Matrix, MxMatrix, RankWeights, load_rank, rank_bytes};
 pub use sharding::{REDUCTION_SLICES, ShardError, ShardPlan, split};

@@ -311,6 +311,7 @@ fn cut_columns<T: bytemuck::Pod>(
         whole.touch();
         return whole;
     }
+    whole.will_need();
     let mut values = Vec::with_capacity(rows.len() * cols.len());
     for row in whole.chunks_exact(width) {
         values.extend_from_slice(&row[cols.clone()]);

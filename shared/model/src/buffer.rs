@@ -7,8 +7,8 @@ use bytemuck::Pod;
 
 use crate::mapping::FileBytes;
 
-/// A `[T]` that either owns its values or shares the memory mapping of a checkpoint file. It derefs to `[T]`, needs no lifetime,
-/// and keeps the mapping alive.
+/// A `[T]` that either owns its values or shares the memory mapping of a checkpoint file. It derefs to `[T]`, needs no
+/// lifetime, and keeps the mapping alive.
 #[derive(Clone)]
 pub struct Buffer<T>(Source<T>);
 
@@ -41,7 +41,8 @@ impl<T: Pod> Buffer<T> {
         }
     }
 
-    /// Reads one byte of each 4 KiB, so that the pages of the file come into memory now and not in the first forward pass.
+    /// Reads one byte of each 4 KiB, so that the pages of the file come into memory now and not in the first forward
+    /// pass.
     pub(crate) fn touch(&self) {
         self.will_need();
         if let Source::Mapped(bytes, range) = &self.0 {

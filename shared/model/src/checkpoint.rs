@@ -1,5 +1,5 @@
-//! A checkpoint directory (or the embedded model), opened and checked: every tensor is present once, with the right shape and dtype.
-//! Opening reads headers only; tensor data stays in the mapped files until somebody asks for it.
+//! A checkpoint directory (or the embedded model), opened and checked: every tensor is present once, with the right
+//! shape and dtype. Opening reads headers only; tensor data stays in the mapped files until somebody asks for it.
 
 mod error;
 mod files;
@@ -20,7 +20,8 @@ use crate::weight_file::{StoredTensor, WeightFile};
 
 pub use error::CheckpointError;
 
-/// Stop tokens of o200k_harmony (`<|return|>`, `<|endoftext|>`, `<|call|>`), for released models without a generation_config.json.
+/// Stop tokens of o200k_harmony (`<|return|>`, `<|endoftext|>`, `<|call|>`), for released models without a
+/// generation_config.json.
 const O200K_HARMONY_STOP: [TokenId; 3] = [200_002, 199_999, 200_012];
 const O200K_HARMONY_ROWS: usize = 201_088;
 
@@ -45,11 +46,12 @@ struct Place {
 }
 
 impl Checkpoint {
-    /// Opens a directory with config.json and either the Hugging Face or the `original/` tensors, in one safetensors file or several.
-    /// The files are mapped, so they must not be changed or cut short until the last tensor of the checkpoint is dropped: replace a
-    /// model by writing another directory.
+    /// Opens a directory with config.json and either the Hugging Face or the `original/` tensors, in one safetensors
+    /// file or several. The files are mapped, so they must not be changed or cut short until the last tensor of the
+    /// checkpoint is dropped: replace a model by writing another directory.
     ///
-    /// generation_config.json and tokenizer.json are optional; for a directory named `original` they are also looked for beside it.
+    /// generation_config.json and tokenizer.json are optional; for a directory named `original` they are also looked
+    /// for beside it.
     ///
     /// # Errors
     /// The first thing found wrong, with file, tensor, and what was expected and found.

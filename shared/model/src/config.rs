@@ -34,7 +34,8 @@ pub struct RopeConfig {
     pub beta_slow: f64,
 }
 
-/// The sizes and constants of one gpt-oss model. Every value has been checked: code that holds one need not validate it again.
+/// The sizes and constants of one gpt-oss model. Every value has been checked: code that holds one need not validate it
+/// again.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct ModelConfig {
     /// Transformer blocks.
@@ -47,7 +48,8 @@ pub struct ModelConfig {
     pub num_kv_heads: usize,
     /// Channels of one head; even.
     pub head_dim: usize,
-    /// Units of one expert: rows of the gate matrix, of the up matrix, and columns of the down matrix; a multiple of 32.
+    /// Units of one expert: rows of the gate matrix, of the up matrix, and columns of the down matrix; a multiple of
+    /// 32.
     pub intermediate_size: usize,
     /// Experts of each layer.
     pub num_experts: usize,

@@ -6,7 +6,8 @@ use types::ModelFingerprint;
 use crate::checkpoint::Checkpoint;
 use crate::param::Param;
 
-/// Bytes hashed at each end of a tensor: enough to tell two trainings apart, little enough for 120b over a network disk (6 MB in all).
+/// Bytes hashed at each end of a tensor: enough to tell two trainings apart, little enough for 120b over a network disk
+/// (6 MB in all).
 const SAMPLE_BYTES: usize = 4096;
 
 /// SHA-256 as 64 lower-case hexadecimal digits.
@@ -16,8 +17,8 @@ pub fn sha256_hex(bytes: &[u8]) -> String {
 }
 
 impl Checkpoint {
-    /// Identifies model and vocabulary. `builtin_tokenizer_sha256` is the digest of the vocabulary that the caller would use for a model
-    /// without tokenizer.json.
+    /// Identifies model and vocabulary. `builtin_tokenizer_sha256` is the digest of the vocabulary that the caller
+    /// would use for a model without tokenizer.json.
     #[must_use]
     pub fn fingerprint(&self, builtin_tokenizer_sha256: &str) -> ModelFingerprint {
         ModelFingerprint {
@@ -27,9 +28,9 @@ impl Checkpoint {
         }
     }
 
-    /// Identifies the weights, so that prefill and decode can refuse a peer that has others: SHA-256 over the parsed config and, for every
-    /// tensor in model order, its name, shape, and first and last 4 KiB. The two checkpoint layouts of one model agree in it, and
-    /// shards may be cut anywhere. Reads those samples from the files.
+    /// Identifies the weights, so that prefill and decode can refuse a peer that has others: SHA-256 over the parsed
+    /// config and, for every tensor in model order, its name, shape, and first and last 4 KiB. The two checkpoint
+    /// layouts of one model agree in it, and shards may be cut anywhere. Reads those samples from the files.
     #[must_use]
     pub fn weights_fingerprint(&self) -> String {
         let mut hasher = Sha256::new();

@@ -1,8 +1,8 @@
 //! The gpt-oss model as data: its config, its checkpoints on disk, MXFP4, and which part of every tensor a rank holds.
 //!
 //! Knows: what the released files look like, what is wrong with one that differs, and what each operation of the model
-//! *means* ([`mod@reference`], the oracle of all kernels). Must not know: how anything is computed fast (`engine`, `kernels`),
-//! requests, pages, or any text format. No async, no clock; the only I/O is reading a checkpoint.
+//! *means* ([`mod@reference`], the oracle of all kernels). Must not know: how anything is computed fast (`engine`,
+//! `kernels`), requests, pages, or any text format. No async, no clock; the only I/O is reading a checkpoint.
 //!
 //! Start with [`Checkpoint::open`], then [`ShardPlan`] (the contract between ranks), then [`load_rank`].
 

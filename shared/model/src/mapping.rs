@@ -18,16 +18,17 @@ pub(crate) enum FileBytes {
 impl FileBytes {
     pub(crate) fn map(path: &Path) -> std::io::Result<Self> {
         let file = File::open(path)?;
-        // SAFETY: the operator guarantees that nobody changes or truncates a checkpoint while it is served (`Checkpoint::open` says
-        // so), until the last clone drops; the mapping is read-only, so nothing here can break that. A file cut short under
-        // us ends the process by SIGBUS, it never reads foreign memory. Any byte pattern is a valid `u8`.
+        // SAFETY: the operator guarantees that nobody changes or truncates a checkpoint while it is served
+        // (`Checkpoint::open` says so), until the last clone drops; the mapping is read-only, so nothing here can break
+        // that. A file cut short under us ends the process by SIGBUS, it never reads foreign memory. Any byte pattern
+        // is a valid `u8`.
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self::Mapped(Arc::new(map)))
     }
 
-    /// Asks the kernel to read a range from the disk in large pieces; without it each page fault waits for 128 KiB. Rank 5 of
-    /// TP8 from a file of 20b's shape (holes, page cache cold, two shared cores): 1.7 s with, 10 to 17 s without. Only advice: where
-    /// it is refused the same bytes arrive more slowly.
+    /// Asks the kernel to read a range from the disk in large pieces; without it each page fault waits for 128 KiB.
+    /// Rank 5 of TP8 from a file of 20b's shape (holes, page cache cold, two shared cores): 1.7 s with, 10 to 17 s
+    /// without. Only advice: where it is refused the same bytes arrive more slowly.
     pub(crate) fn will_need(&self, range: Range<usize>) {
         #[cfg(unix)]
         if let Self::Mapped(map) = self {

@@ -1,12 +1,13 @@
 //! MXFP4: blocks of 32 four-bit floats (E2M1) with one shared power of two (E8M0).
 //!
-//! `value = LUT[nibble] * 2^(scale - 127)`. A block is 16 bytes; the *low* nibble of a byte is the earlier value. Blocks lie along
-//! the input axis of a matrix. Sources: OCP Microscaling Formats (MX) v1.0; `_get_mxfp4_tensor` in openai/gpt-oss
-//! `gpt_oss/torch/weights.py`.
+//! `value = LUT[nibble] * 2^(scale - 127)`. A block is 16 bytes; the *low* nibble of a byte is the earlier value.
+//! Blocks lie along the input axis of a matrix. Sources: OCP Microscaling Formats (MX) v1.0; `_get_mxfp4_tensor` in
+//! openai/gpt-oss `gpt_oss/torch/weights.py`.
 //!
-//! Decoding is exact in bf16 and f32: E2M1 needs two significant bits, and 2^-128 (half of the smallest scale) is a bf16
-//! subnormal. Only products past the largest bf16 (scale 253 and 254 with values of 2 and more) become infinite, as `ldexp`
-//! makes them in the reference. Scale 255 is NaN in the format; a checkpoint that holds it is refused when it is loaded.
+//! Decoding is exact in bf16 and f32: E2M1 needs two significant bits, and 2^-128 (half of the smallest scale) is a
+//! bf16 subnormal. Only products of 2^128 and more (4 and 6 at scale 253, from 2 at scale 254) become infinite, as
+//! `ldexp` makes them in the reference. Scale 255 is NaN in the format; a checkpoint that holds it is refused when
+//! it is loaded.
 
 use half::bf16;
 

@@ -1,7 +1,8 @@
-//! The weights of one rank: exactly the rows and columns that its [`ShardPlan`] names, read out of the mapped checkpoint.
+//! The weights of one rank: exactly the rows and columns that its [`ShardPlan`] names, read out of the mapped
+//! checkpoint.
 //!
-//! What lies in one piece in the file is borrowed from the mapping ([`Buffer`]); only columns of o_proj and of down matrices that are
-//! shared between ranks are copied. Other ranks' bytes are not touched.
+//! What lies in one piece in the file is borrowed from the mapping ([`Buffer`]); only columns of o_proj and of down
+//! matrices that are shared between ranks are copied. Other ranks' bytes are not touched.
 
 use std::ops::Range;
 
@@ -95,7 +96,8 @@ pub struct ExpertWeights {
     pub gate_up_bias: Buffer<bf16>,
     /// `[hidden, u]`
     pub down: MxMatrix,
-    /// `[hidden]`, whole on every rank: to be added once, after the sum over units and before the expert's weight is applied.
+    /// `[hidden]`, whole on every rank: to be added once, after the sum over units and before the expert's weight is
+    /// applied.
     pub down_bias: Buffer<bf16>,
 }
 
@@ -112,7 +114,8 @@ pub struct LayerWeights {
     pub v: Linear,
     /// One logit for each of the rank's query heads, `[h]`.
     pub sinks: Buffer<bf16>,
-    /// Weight `[hidden, h * head_dim]`; bias `[hidden]`, whole on every rank: to be added once, after the sum over heads.
+    /// Weight `[hidden, h * head_dim]`; bias `[hidden]`, whole on every rank: to be added once, after the sum over
+    /// heads.
     pub o: Linear,
     /// RMSNorm before the experts, `[hidden]`.
     pub mlp_norm: Buffer<bf16>,
@@ -137,11 +140,12 @@ pub struct RankWeights {
     pub head: Matrix,
 }
 
-/// Loads the rank's part of a checkpoint. `progress(bytes_done, bytes_total)` is called after each tensor; borrowed pages are read
-/// once on the way, so that it tells the truth and the first forward pass does not wait for the disk.
+/// Loads the rank's part of a checkpoint. `progress(bytes_done, bytes_total)` is called after each tensor; borrowed
+/// pages are read once on the way, so that it tells the truth and the first forward pass does not wait for the disk.
 ///
 /// # Errors
-/// [`CheckpointError::NanScale`]: the scales of the rank's experts are checked here; all else was checked when the checkpoint was opened.
+/// [`CheckpointError::NanScale`]: the scales of the rank's experts are checked here; all else was checked when the
+/// checkpoint was opened.
 ///
 /// # Panics
 /// If `plan` was made for another model.
@@ -299,7 +303,8 @@ impl Reader<'_> {
     }
 }
 
-/// Columns `cols` of rows `rows` of a tensor seen as rows of `width` elements: borrowed when they are whole rows, else copied.
+/// Columns `cols` of rows `rows` of a tensor seen as rows of `width` elements: borrowed when they are whole rows, else
+/// copied.
 fn cut_columns<T: bytemuck::Pod>(
     tensor: &Tensor<'_>,
     rows: Range<usize>,

@@ -1,7 +1,7 @@
 //! What each operation of the model means: plain, slow definitions, the oracle of the CPU and CUDA kernels.
 //!
-//! Inputs and outputs are f32; sums are kept in f64, so that what a kernel differs by is the kernel's own rounding. One token at a
-//! time, row-major slices, no blocking. Source of all formulas: openai/gpt-oss `gpt_oss/torch/model.py`.
+//! Inputs and outputs are f32; sums are kept in f64, so that what a kernel differs by is the kernel's own rounding. One
+//! token at a time, row-major slices, no blocking. Source of all formulas: openai/gpt-oss `gpt_oss/torch/model.py`.
 
 use crate::config::SWIGLU_ALPHA;
 
@@ -58,8 +58,8 @@ pub struct AttentionShape {
     pub window: Option<usize>,
 }
 
-/// Attention of the last of `n` positions over all of them (`sdpa`), after rope. A learned logit for each head, the sink, takes part in
-/// the softmax and is then dropped; it is neither scaled nor rotated:
+/// Attention of the last of `n` positions over all of them (`sdpa`), after rope. A learned logit for each head, the
+/// sink, takes part in the softmax and is then dropped; it is neither scaled nor rotated:
 /// ```text
 /// s_j = q . k_j / sqrt(head_dim)        for the visible j: 0 <= n - 1 - j < window
 /// out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink))
@@ -114,8 +114,8 @@ pub struct Routed {
     pub weight: f32,
 }
 
-/// Chooses the `k` largest logits, the lowest index among equals, and takes the softmax over those alone. Largest first.
-/// (The reference leaves ties to `torch.topk`, which promises no order.) `logits`: `[experts]`.
+/// Chooses the `k` largest logits, the lowest index among equals, and takes the softmax over those alone. Largest
+/// first. (The reference leaves ties to `torch.topk`, which promises no order.) `logits`: `[experts]`.
 ///
 /// # Panics
 /// If there are fewer than `k` logits or one is NaN.

@@ -1,9 +1,10 @@
-//! Which part of every tensor each rank holds, and how partial sums are put together: the contract between ranks, the same for
-//! the CPU engine and for GPUs.
+//! Which part of every tensor each rank holds, and how partial sums are put together: the contract between ranks, the
+//! same for the CPU engine and for GPUs.
 //!
 //! # Ranks
-//! `rank = dp_rank * tp + tp_rank = ep_rank * expert_tp + expert_tp_rank`, with `expert_tp = tp * dp / ep`. So the ranks that share
-//! an expert are neighbours, and with EP4 DP1 TP4 each of the four ranks has a quarter of the heads and a quarter of the experts.
+//! `rank = dp_rank * tp + tp_rank = ep_rank * expert_tp + expert_tp_rank`, with `expert_tp = tp * dp / ep`. So the
+//! ranks that share an expert are neighbours, and with EP4 DP1 TP4 each of the four ranks has a quarter of the heads
+//! and a quarter of the experts.
 //!
 //! # What a rank holds
 //! | tensor | part |
@@ -18,15 +19,16 @@
 //! | biases of o_proj and down | all of it: see below |
 //!
 //! # Reductions
-//! o_proj and down_proj sum over something that is spread over ranks (query heads; intermediate units). To make that sum the same
-//! number, bit for bit, under every layout, it is *defined* as [`REDUCTION_SLICES`] partial sums that are added in a fixed tree:
-//! `((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))`. Slice `i` of o_proj sums over the query heads
-//! [`ShardPlan::attention_slice_heads`], slice `i` of down_proj over the units [`ShardPlan::expert_slice_units`]. Slices are cut by
-//! [`split`], whose cuts nest, so a rank always owns whole slices, and they are neighbours in the tree. A slice may be empty (fewer than
-//! 8 heads or MX blocks): it contributes zero.
+//! o_proj and down_proj sum over something that is spread over ranks (query heads; intermediate units). To make that
+//! sum the same number, bit for bit, under every layout, it is *defined* as [`REDUCTION_SLICES`] partial sums that are
+//! added in a fixed tree: `((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))`. Slice `i` of o_proj sums over the query
+//! heads [`ShardPlan::attention_slice_heads`], slice `i` of down_proj over the units [`ShardPlan::expert_slice_units`].
+//! Slices are cut by [`split`], whose cuts nest, so a rank always owns whole slices, and they are neighbours in the
+//! tree. A slice may be empty (fewer than 8 heads or MX blocks): it contributes zero.
 //!
-//! The bias of o_proj and of down_proj is added once, after the tree, not by every rank: each rank has it because any of them may be the
-//! one to finish the sum. The down bias lies inside the weighted sum over experts: `sum_k w_k * (y_k + b_k)`.
+//! The bias of o_proj and of down_proj is added once, after the tree, not by every rank: each rank has it because any
+//! of them may be the one to finish the sum. The down bias lies inside the weighted sum over experts: `sum_k w_k * (y_k
+//! + b_k)`.
 
 use std::ops::Range;
 
@@ -35,15 +37,16 @@ use types::{Classify, ErrorClass, ParallelLayout};
 use crate::config::ModelConfig;
 use crate::mxfp4::BLOCK_VALUES;
 
-/// Partial sums into which every reduction across ranks is cut, whatever the number of ranks; also the most ways in which heads, or one
-/// expert, can be split.
+/// Partial sums into which every reduction across ranks is cut, whatever the number of ranks; also the most ways in
+/// which heads, or one expert, can be split.
 pub const REDUCTION_SLICES: usize = 8;
 
 /// Rows of the head that stay together where possible: the edge of an FP8 scale block.
 const VOCAB_BLOCK: usize = 128;
 
-/// Cuts `0..units` into `parts` ranges by halving again and again, the first half taking the odd unit. So the cuts for fewer parts are
-/// among those for more: 10 over 4 is 3, 2, 3, 2 and over 8 is 2, 1, 1, 1, 2, 1, 1, 1. Ranges are empty where `units < parts`.
+/// Cuts `0..units` into `parts` ranges by halving again and again, the first half taking the odd unit. So the cuts for
+/// fewer parts are among those for more: 10 over 4 is 3, 2, 3, 2 and over 8 is 2, 1, 1, 1, 2, 1, 1, 1. Ranges are empty
+/// where `units < parts`.
 ///
 /// # Panics
 /// If `parts` is no power of two.
@@ -152,7 +155,8 @@ impl ShardPlan {
         self.head_slices[slice].clone()
     }
 
-    /// Intermediate units, counted over the whole expert, over which slice `slice` of down_proj sums; ends are multiples of 32.
+    /// Intermediate units, counted over the whole expert, over which slice `slice` of down_proj sums; ends are
+    /// multiples of 32.
     ///
     /// # Panics
     /// If `slice` is not below [`REDUCTION_SLICES`].

@@ -21,7 +21,8 @@ pub(crate) struct WeightFile {
     pub(crate) tensors: HashMap<String, StoredTensor>,
 }
 
-/// A tensor as the header states it. `range` lies inside the file and has exactly the bytes that shape and dtype ask for.
+/// A tensor as the header states it. `range` lies inside the file and has exactly the bytes that shape and dtype ask
+/// for.
 #[derive(Debug)]
 pub(crate) struct StoredTensor {
     pub(crate) dtype: safetensors::Dtype,
@@ -59,8 +60,8 @@ impl Problem {
     }
 }
 
-/// Parses `u64 header length, JSON header, data`. Stricter than the format's own parser: names may not repeat, and the error says
-/// which tensor is at fault. Nothing is allocated by a length that the file only claims.
+/// Parses `u64 header length, JSON header, data`. Stricter than the format's own parser: names may not repeat, and the
+/// error says which tensor is at fault. Nothing is allocated by a length that the file only claims.
 fn parse_header(file: &[u8]) -> Result<HashMap<String, StoredTensor>, Problem> {
     let fail = |reason: String| Err(Problem::Header(reason));
     let Some((length, rest)) = file.split_first_chunk::<LENGTH_BYTES>() else {

@@ -10,8 +10,8 @@ use model::{Checkpoint, LayerKind, LayerWeights, Linear, Matrix, ModelConfig, Sh
 use safetensors::SafeTensors;
 use types::ParallelLayout;
 
-/// Largest max |a - b| / max |b|. The fixtures were computed in f32 and ours sums in f64; the worst seen is 8e-7. Any wrong formula
-/// (rope, sinks, a window off by one) is orders of magnitude above.
+/// Largest max |a - b| / max |b|. The fixtures were computed in f32 and ours sums in f64; the worst seen is 8e-7. Any
+/// wrong formula (rope, sinks, a window off by one) is orders of magnitude above.
 const TOLERANCE: f64 = 1e-5;
 /// Below this distance between 4th and 5th router logit, f32 rounding may swap them.
 const ROUTER_GAP: f32 = 1e-4;

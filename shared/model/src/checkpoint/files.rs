@@ -25,8 +25,8 @@ pub(super) fn beside(dir: &Path, name: &str) -> Option<PathBuf> {
     [Some(dir.join(name)), parent].into_iter().flatten().find(|path| path.is_file())
 }
 
-/// Opens the files that the index names, or without an index all safetensors files of the directory. File names mean nothing: the
-/// released shards count from 00000 and their "-of-" number is one less than their count.
+/// Opens the files that the index names, or without an index all safetensors files of the directory. File names mean
+/// nothing: the released shards count from 00000 and their "-of-" number is one less than their count.
 pub(super) fn open_weights(dir: &Path) -> Result<Vec<WeightFile>, CheckpointError> {
     let index_path = dir.join(INDEX);
     if index_path.is_file() {
@@ -90,8 +90,8 @@ fn safetensors_files(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(paths)
 }
 
-/// The model's name as its directory tells it: `gpt-oss-20b` for `models/gpt-oss-20b`, for `gpt-oss-20b/original`, and for
-/// `models--openai--gpt-oss-20b/snapshots/<commit>` in the cache of Hugging Face's hub.
+/// The model's name as its directory tells it: `gpt-oss-20b` for `models/gpt-oss-20b`, for `gpt-oss-20b/original`, and
+/// for `models--openai--gpt-oss-20b/snapshots/<commit>` in the cache of Hugging Face's hub.
 pub(super) fn model_name(dir: &Path) -> String {
     let resolved = resolved(dir).unwrap_or_else(|| dir.to_path_buf());
     let names: Vec<String> = resolved.iter().rev().map(|name| name.to_string_lossy().into_owned()).collect();

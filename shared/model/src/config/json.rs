@@ -133,8 +133,8 @@ fn layer_kinds(fields: &Fields<'_>, num_layers: usize) -> Result<Vec<LayerKind>,
     types.iter().enumerate().map(kind).collect()
 }
 
-/// The rope dictionary is `rope_scaling` in the released files and `rope_parameters` (with `rope_theta` inside) in newer
-/// transformers. Reading only one of them builds plain rope without a word, which looks right on short prompts
+/// The rope dictionary is `rope_scaling` in the released files and `rope_parameters` (with `rope_theta` inside) in
+/// newer transformers. Reading only one of them builds plain rope without a word, which looks right on short prompts
 /// (NVIDIA/TensorRT-Model-Connect#399), so one of them must be there.
 fn hugging_face_rope(fields: &Fields<'_>) -> Result<RopeConfig, ConfigError> {
     let rope = match (fields.object("rope_scaling")?, fields.object("rope_parameters")?) {

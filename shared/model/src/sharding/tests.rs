@@ -80,8 +80,8 @@ fn two_attention_groups_share_the_experts() {
     assert_eq!(places, [(0, 0, 0..1440), (0, 1, 1440..2880), (1, 0, 0..1440), (1, 1, 1440..2880)]);
 }
 
-/// Under every legal layout each head, vocabulary row and (expert, unit) has exactly one owner within an attention group
-/// or instance, and what a rank owns is what its slices cover.
+/// Under every legal layout each head, vocabulary row and (expert, unit) has exactly one owner within an attention
+/// group or instance, and what a rank owns is what its slices cover.
 #[test]
 fn every_part_has_one_owner() {
     let mut odd = nano();

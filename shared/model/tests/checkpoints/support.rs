@@ -52,7 +52,8 @@ pub(crate) fn original_config(config: &Value) -> Value {
     })
 }
 
-/// Tensors of any model under their Hugging Face names, filled with bytes that differ from place to place; no scale is 255.
+/// Tensors of any model under their Hugging Face names, filled with bytes that differ from place to place; no scale is
+/// 255.
 pub(crate) fn tensors(config: &Value) -> Tensors {
     let config = ModelConfig::from_json(&config.to_string(), Path::new("config.json")).expect("a supported config");
     let mut tensors = Tensors::new();

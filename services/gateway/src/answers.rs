@@ -1,0 +1,146 @@
+//! The rim between the router's streams and the pure layers: each stream of sampled tokens becomes a stream of pieces, and the answers to
+//! one request are merged into one stream. Dropping it cancels them all.
+
+use std::time::Instant;
+
+use futures_util::stream::{BoxStream, SelectAll, Stream, StreamExt};
+use tokio::sync::OwnedSemaphorePermit;
+use types::GenerateEvent;
+
+use crate::error::ApiError;
+use crate::metrics::GatewayMetrics;
+use crate::router_link::Generation;
+use crate::turn::{Flow, Piece, Turn, TurnEnd};
+use crate::usage::Cost;
+
+/// Something new about answer `index`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AnswerEvent {
+    /// Which answer of the request.
+    pub index: u32,
+    /// What is new.
+    pub update: Update,
+}
+
+/// What is new about an answer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Update {
+    /// More of it.
+    Piece(Piece),
+    /// It is complete.
+    End(TurnEnd),
+}
+
+/// All answers to one request, as they come.
+pub struct Answers {
+    events: SelectAll<BoxStream<'static, Result<(AnswerEvent, u32), ApiError>>>,
+    num_answers: u32,
+    cost: Cost,
+    metrics: GatewayMetrics,
+    /// When the request arrived, until the first piece is there.
+    waiting_since: Option<Instant>,
+    /// The request's place among the concurrent ones.
+    _slot: Slot,
+}
+
+/// A place among the concurrent requests, given back when dropped.
+pub(crate) struct Slot {
+    _permit: OwnedSemaphorePermit,
+    since: Instant,
+}
+
+impl Slot {
+    /// Taken by a request that arrives now.
+    pub(crate) fn new(permit: OwnedSemaphorePermit) -> Self {
+        Self { _permit: permit, since: Instant::now() }
+    }
+}
+
+impl Answers {
+    /// Reads generation `i` with turn `i`.
+    pub(crate) fn new(
+        generations: Vec<(Generation, Turn)>,
+        prompt_tokens: u32,
+        slot: Slot,
+        metrics: GatewayMetrics,
+    ) -> Self {
+        let num_answers = generations.len() as u32;
+        let streams = (0..).zip(generations).map(|(index, (generation, turn))| answer(index, generation, turn).boxed());
+        let cost = Cost { prompt_tokens, ..Cost::default() };
+        Self {
+            events: futures_util::stream::select_all(streams),
+            num_answers,
+            cost,
+            metrics,
+            waiting_since: Some(slot.since),
+            _slot: slot,
+        }
+    }
+
+    /// How many answers there will be.
+    #[must_use]
+    pub fn num_answers(&self) -> u32 {
+        self.num_answers
+    }
+
+    /// What the answers cost that have ended so far.
+    #[must_use]
+    pub fn cost(&self) -> Cost {
+        self.cost
+    }
+
+    /// The next event; `None` once all answers are complete. After an error nothing of worth follows. Cancellation safe.
+    pub async fn next(&mut self) -> Option<Result<AnswerEvent, ApiError>> {
+        let event = self.events.next().await?;
+        Some(event.map(|(event, cached_tokens)| {
+            if let Some(since) = self.waiting_since.take() {
+                self.metrics.first_piece_seconds.observe(since.elapsed().as_secs_f64());
+            }
+            if let Update::End(end) = &event.update {
+                self.cost.add(end, cached_tokens);
+                self.metrics.output_tokens.inc_by(u64::from(end.output_tokens));
+            }
+            event
+        }))
+    }
+}
+
+/// The events of one answer, the last one with the number of cached prompt tokens.
+fn answer(
+    index: u32,
+    mut generation: Generation,
+    mut turn: Turn,
+) -> impl Stream<Item = Result<(AnswerEvent, u32), ApiError>> {
+    let event = move |update| AnswerEvent { index, update };
+    async_stream::try_stream! {
+        let mut pieces = Vec::new();
+        let mut next_index = 0;
+        let finished = 'reading: loop {
+            let run = match generation.next().await {
+                Some(Ok(GenerateEvent::Tokens(run))) if run.first_index == next_index => run,
+                Some(Ok(GenerateEvent::Finished(finished))) => break Some(finished),
+                Some(Err(error)) => Err(error)?,
+                Some(Ok(GenerateEvent::Tokens(_) | GenerateEvent::Started { .. })) | None => {
+                    Err(ApiError::Internal { message: "the answer broke off".into() })?
+                }
+            };
+            next_index += run.tokens.len() as u32;
+            for token in run.tokens {
+                if turn.push(token, &mut pieces) == Flow::Stopped {
+                    break 'reading None;
+                }
+            }
+            for piece in pieces.drain(..) {
+                yield (event(Update::Piece(piece)), 0);
+            }
+        };
+        // After a stop string this cancels the generation.
+        drop(generation);
+        let end = turn.finish(finished.map(|finished| finished.reason), &mut pieces);
+        let cached_tokens = finished.map_or(0, |finished| finished.usage.cached_tokens);
+        for piece in pieces {
+            yield (event(Update::Piece(piece)), 0);
+        }
+        yield (event(Update::End(end)), cached_tokens);
+    }
+}

@@ -1,0 +1,98 @@
+//! Every request passes here first and every response last: names, keys, logs, counts, and errors in OpenAI's shape.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderName, HeaderValue, Method, Uri, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use axum::{Json, RequestExt};
+use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer};
+use tonic::metadata::MetadataMap;
+use types::RequestId;
+
+use crate::auth::Keys;
+use crate::error::ApiError;
+use crate::metrics::RequestLabels;
+use crate::service::{Call, Service};
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status(), Json(self.body())).into_response();
+        if let Some(secs) = self.retry_after_secs() {
+            response.headers_mut().insert(header::RETRY_AFTER, secs.into());
+        }
+        if matches!(self, Self::Unauthorized { .. }) {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}
+
+/// Names the request (as the client does, if its name is a valid one), and logs and counts its outcome.
+pub(super) async fn observe(State(service): State<Arc<Service>>, mut request: Request, next: Next) -> Response {
+    let arrived = Instant::now();
+    let id = request
+        .headers()
+        .get(REQUEST_ID)
+        .and_then(|id| RequestId::new(id.to_str().ok()?).ok())
+        .unwrap_or_else(Call::draw_id);
+    let method = request.method().clone();
+    let route = request.extract_parts::<MatchedPath>().await.map_or("unknown".into(), |path| path.as_str().to_owned());
+    let trace = MetadataMap::from_headers(request.headers().clone());
+    request.extensions_mut().insert(Call { id: id.clone(), trace });
+    let mut response = next.run(request).await;
+    let status = response.status().as_u16();
+    let head_ms = arrived.elapsed().as_millis() as u64;
+    if route.starts_with("/health") {
+        tracing::debug!(request_id = %id, %method, route, status, head_ms, "answered");
+    } else {
+        tracing::info!(request_id = %id, %method, route, status, head_ms, "answered");
+    }
+    service.metrics.requests.get_or_create(&RequestLabels { route, status }).inc();
+    let id = HeaderValue::from_str(id.as_str()).expect("an id is visible ASCII");
+    response.headers_mut().insert(REQUEST_ID, id);
+    response
+}
+
+/// Lets in who has a key.
+pub(super) async fn authenticate(State(keys): State<Arc<Keys>>, request: Request, next: Next) -> Response {
+    let authorization = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    match keys.admit(authorization) {
+        Ok(owner) => {
+            if let Some(owner) = owner {
+                tracing::debug!(owner, "key accepted");
+            }
+            next.run(request).await
+        }
+        Err(error) => error.into_response(),
+    }
+}
+
+/// Which web pages may call.
+pub(super) fn cors(origins: &[String]) -> CorsLayer {
+    if origins.is_empty() {
+        return CorsLayer::new();
+    }
+    let allowed = if origins.iter().any(|origin| origin == "*") {
+        AllowOrigin::any()
+    } else {
+        AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok()))
+    };
+    CorsLayer::new()
+        .allow_origin(allowed)
+        .allow_methods(AllowMethods::list([Method::GET, Method::POST]))
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([REQUEST_ID, header::RETRY_AFTER])
+}
+
+pub(super) async fn unknown_path(method: Method, uri: Uri) -> ApiError {
+    ApiError::UnknownPath { method: method.to_string(), path: uri.path().to_owned() }
+}
+
+pub(super) async fn method_not_allowed(method: Method, uri: Uri) -> ApiError {
+    ApiError::MethodNotAllowed { method: method.to_string(), path: uri.path().to_owned() }
+}

@@ -1,7 +1,14 @@
 //! The forward pass and sampling, tokens in and tokens out.
 //!
 //! Knows: models, ranks, collectives, kernels. Must not know: requests, tickets, sockets, clocks, any chat format.
-//! Start with [`Engine`]: one rank's side of a step. [`group::EngineGroup`] runs all ranks of an instance.
+//! Start with [`Engine`]: one rank's side of a step. [`group::EngineGroup`] runs all ranks of an instance, [`cpu::build_group`] starts one on the CPU.
+
+pub mod cpu;
+pub mod fault;
+pub mod group;
+pub mod sampling;
+mod simd;
+mod vector;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -62,6 +69,20 @@ pub enum EngineError {
     /// The model cannot be run in this layout or mode.
     #[error("engine setup: {0}")]
     Setup(String),
+    /// The model cannot be spread over ranks as asked.
+    #[error(transparent)]
+    Layout(#[from] model::ShardError),
+    /// The checkpoint is damaged.
+    #[error(transparent)]
+    Load(#[from] model::CheckpointError),
+    /// A plan that contradicts the engine's state or limits: a bug of its maker.
+    #[error("step {step} cannot be run: {reason}")]
+    Plan {
+        /// The plan's number.
+        step: u64,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A slice of KV that is not on this rank, or bytes of the wrong length.
     #[error("kv slice {slice:?} does not fit rank {rank}: {reason}")]
     KvSlice {

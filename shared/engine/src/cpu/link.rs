@@ -1,0 +1,131 @@
+//! The collective of the CPU ranks: each publishes a vector, all read all of them.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
+
+use crate::EngineError;
+use crate::fault::Fault;
+
+/// What the ranks of a group share. Two buffers a rank, used in turn: a rank that fills one for exchange `n + 1` cannot disturb readers of
+/// exchange `n`, and by the barrier of `n + 1` all have finished reading `n`, whose buffer `n + 2` will fill. One barrier an exchange is enough.
+pub(crate) struct Exchange {
+    buffers: Vec<[RwLock<Vec<f32>>; 2]>,
+    arrived: AtomicUsize,
+    generation: AtomicU64,
+    fault: Arc<Fault>,
+}
+
+impl Exchange {
+    pub(crate) fn new(ranks: u32, fault: Arc<Fault>) -> Self {
+        let buffers = (0..ranks).map(|_| Default::default()).collect();
+        Self { buffers, arrived: AtomicUsize::new(0), generation: AtomicU64::new(0), fault }
+    }
+
+    /// Sleeps until all ranks are here, or one is lost.
+    fn wait(&self) -> Result<(), EngineError> {
+        let generation = self.generation.load(Ordering::Acquire);
+        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.buffers.len() {
+            self.arrived.store(0, Ordering::Relaxed); // published by the next line
+            self.generation.store(generation + 1, Ordering::Release);
+            self.fault.wake_all();
+            return Ok(());
+        }
+        // A wake-up between the check and `park` is not lost: it leaves a token that lets `park` return at once.
+        while self.generation.load(Ordering::Acquire) == generation {
+            self.fault.check()?;
+            std::thread::park();
+        }
+        Ok(())
+    }
+}
+
+/// One rank's end.
+pub(crate) struct Link {
+    rank: usize,
+    exchange: Arc<Exchange>,
+    turn: usize,
+}
+
+impl Link {
+    pub(crate) const fn new(rank: usize, exchange: Arc<Exchange>) -> Self {
+        Self { rank, exchange, turn: 0 }
+    }
+
+    /// Lets `publish` fill this rank's vector, waits for the other ranks, then lets `read` see the vectors of all, in order of rank. Every rank
+    /// of the group makes the same sequence of calls.
+    ///
+    /// # Errors
+    /// [`EngineError::RankLost`] if a rank is lost before it has published; `publish`'s own.
+    pub(crate) fn exchange<T>(
+        &mut self,
+        publish: impl FnOnce(&mut Vec<f32>),
+        read: impl FnOnce(&[&[f32]]) -> T,
+    ) -> Result<T, EngineError> {
+        let lost = || self.exchange.fault.error(self.rank as u32);
+        let turn = self.turn % 2;
+        self.turn += 1;
+        // Locks are never waited for (see `Exchange`); one is poisoned if its rank panicked while it published.
+        publish(&mut *self.exchange.buffers[self.rank][turn].write().map_err(|_| lost())?);
+        self.exchange.wait()?;
+        let guards = self
+            .exchange
+            .buffers
+            .iter()
+            .map(|buffers| buffers[turn].read())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|_| lost())?;
+        let vectors: Vec<&[f32]> = guards.iter().map(|guard| guard.as_slice()).collect();
+        Ok(read(&vectors))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranks<T: Send>(ranks: u32, body: impl Fn(u32, Link, &Fault) -> T + Sync) -> Vec<T> {
+        let fault = Arc::new(Fault::new(ranks));
+        let exchange = Arc::new(Exchange::new(ranks, fault.clone()));
+        std::thread::scope(|scope| {
+            let spawn = |rank: u32| {
+                let (fault, exchange, body) = (fault.clone(), exchange.clone(), &body);
+                scope.spawn(move || {
+                    fault.register(rank);
+                    body(rank, Link::new(rank as usize, exchange), &fault)
+                })
+            };
+            let threads: Vec<_> = (0..ranks).map(spawn).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no rank panics here")).collect()
+        })
+    }
+
+    #[test]
+    fn all_read_what_all_published_many_times() {
+        let sums = ranks(4, |rank, mut link, _| {
+            (0..2000)
+                .map(|i| {
+                    let publish = |out: &mut Vec<f32>| *out = vec![(rank * 10 + i % 7) as f32];
+                    link.exchange(publish, |all| all.iter().map(|part| part[0]).sum::<f32>()).expect("none is lost")
+                })
+                .collect::<Vec<_>>()
+        });
+        for (i, sum) in sums[0].iter().enumerate() {
+            assert_eq!(*sum, (60 + 4 * (i % 7)) as f32);
+        }
+        assert!(sums.iter().all(|rank| *rank == sums[0]));
+    }
+
+    #[test]
+    fn sleeping_ranks_learn_of_a_lost_one() {
+        let results = ranks(4, |rank, mut link, fault| {
+            if rank == 2 {
+                fault.trip(2, "gave up".into());
+                return None;
+            }
+            Some(link.exchange(|_| {}, |_| ()))
+        });
+        for result in results.into_iter().flatten() {
+            assert!(matches!(result, Err(EngineError::RankLost { rank: 2, .. })), "{result:?}");
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! One rank: slots, samplers and cache around the forward pass.
+
+use std::collections::VecDeque;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kv::KvSlice;
+use model::rope::RopeAngles;
+use model::{ModelConfig, ShardPlan};
+use scheduler::plan::{RowOutput, RowOutputKind, StepOutput, StepPlan};
+use types::{KvLayout, PageId, SlotId, TokenId};
+
+use super::batch::{Batch, Limits};
+use super::forward::{Forward, RankModel, Workspace, page_group};
+use super::kv_pool::KvCache;
+use super::link::Link;
+use super::weights::PackedWeights;
+use super::{CpuOptions, Probe, kv_layout};
+use crate::sampling::{Sampler, SlotSampler};
+use crate::simd::Simd;
+use crate::vector::{Exact, Precision, ToBf16};
+use crate::{Engine, EngineError, KvListener, KvReader};
+
+/// A rank of the CPU engine.
+pub(crate) struct CpuRank {
+    model: RankModel,
+    layout: KvLayout,
+    limits: Limits,
+    compute: Precision,
+    cache: KvCache,
+    link: Link,
+    work: Workspace,
+    batch: Batch,
+    /// The last token that each slot sampled; kept by every rank.
+    last_sampled: Vec<TokenId>,
+    /// Sampling state of each slot; kept by rank 0.
+    samplers: Vec<Option<SlotSampler>>,
+    sampler: Sampler,
+    masked_tokens: Vec<Range<TokenId>>,
+    listener: Option<Arc<dyn KvListener>>,
+    publish_layers: usize,
+    probe: Option<Arc<dyn Probe>>,
+    /// Steps computed and not yet collected.
+    outputs: VecDeque<StepOutput>,
+}
+
+impl CpuRank {
+    pub(crate) fn new(
+        config: &ModelConfig,
+        plan: ShardPlan,
+        weights: PackedWeights,
+        options: &CpuOptions,
+        link: Link,
+        listener: Option<Arc<dyn KvListener>>,
+    ) -> Self {
+        let layout = kv_layout(config, options);
+        let slots = options.max_slots as usize;
+        Self {
+            cache: KvCache::new(&layout, options.full_pages, options.window_pages, options.max_slots),
+            layout,
+            limits: Limits {
+                max_step_tokens: options.max_step_tokens as usize,
+                vocab_size: config.vocab_size,
+                window: config.window,
+            },
+            compute: options.numerics.compute,
+            link,
+            work: Workspace::default(),
+            batch: Batch::default(),
+            last_sampled: vec![0; slots],
+            samplers: vec![None; slots],
+            sampler: Sampler::default(),
+            masked_tokens: options.masked_tokens.clone(),
+            listener,
+            publish_layers: options
+                .publish_layers
+                .map_or(config.num_layers.div_ceil(4), |layers| layers as usize)
+                .max(1),
+            probe: options.probe.clone().filter(|_| plan.rank == 0),
+            outputs: VecDeque::new(),
+            model: RankModel {
+                config: config.clone(),
+                plan,
+                weights,
+                rope: RopeAngles::new(&config.rope, config.head_dim),
+                routing: options.numerics.routing,
+                simd: Simd::detect(),
+            },
+        }
+    }
+
+    const fn is_first(&self) -> bool {
+        self.model.plan.rank == 0
+    }
+
+    /// Slots and pages, before the rows.
+    fn apply(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let fail = |reason: String| EngineError::Plan { step: plan.step, reason };
+        let slots = self.samplers.len();
+        let check = |slot: SlotId| {
+            let idx = slot.0 as usize;
+            if idx < slots { Ok(idx) } else { Err(fail(format!("slot {idx} is beyond the engine's {slots}"))) }
+        };
+        for slot in &plan.unbind {
+            let slot = check(*slot)?;
+            self.cache.forget(slot);
+            self.samplers[slot] = None;
+        }
+        for binding in &plan.bind {
+            let slot = check(binding.slot)?;
+            self.cache.forget(slot);
+            if self.is_first() {
+                self.samplers[slot] = Some(SlotSampler::new(binding));
+            }
+        }
+        plan.pages.iter().try_for_each(|delta| self.cache.apply(delta)).map_err(fail)
+    }
+
+    fn forward(&mut self, plan: &StepPlan) -> Result<Vec<f32>, EngineError> {
+        let (listener, publish_layers, layers) =
+            (self.listener.as_deref(), self.publish_layers, self.model.config.num_layers);
+        let (model, layout) = (&self.model, &self.layout);
+        let publishes = self.batch.publishes;
+        let stored = |layer: usize, cache: &KvCache| {
+            let end = layer + 1;
+            let Some(listener) = listener.filter(|_| publishes && (end % publish_layers == 0 || end == layers)) else {
+                return;
+            };
+            let start = layer / publish_layers * publish_layers;
+            listener.layers_ready(
+                model.plan.rank as u32,
+                plan,
+                start as u32..end as u32,
+                &RankKv { cache, model, layout },
+            );
+        };
+        macro_rules! run {
+            ($rounding:ty) => {
+                Forward {
+                    model,
+                    cache: &mut self.cache,
+                    link: &mut self.link,
+                    work: &mut self.work,
+                    batch: &self.batch,
+                    stored: &stored,
+                    probe: self.probe.as_deref(),
+                    rounding: PhantomData::<$rounding>,
+                }
+                .run()
+            };
+        }
+        match self.compute {
+            Precision::F32 => run!(Exact),
+            Precision::Bf16 => run!(ToBf16),
+        }
+    }
+
+    /// Rank 0: draws tokens and hands out logits. `logits`: `[wanted, vocabulary]`.
+    fn outputs(&mut self, plan: &StepPlan, mut logits: Vec<f32>) -> Result<Vec<RowOutput>, EngineError> {
+        let vocab = self.limits.vocab_size;
+        let mut outputs = Vec::with_capacity(plan.rows.len());
+        for (row, span) in plan.rows.iter().zip(&self.batch.rows) {
+            let logits = &mut logits[span.logits.start * vocab..span.logits.end * vocab];
+            let mut output = RowOutput { slot: row.slot, sampled: None, logits: Vec::new() };
+            match row.output {
+                RowOutputKind::None => {}
+                RowOutputKind::LastLogits | RowOutputKind::AllLogits => output.logits = logits.to_vec(),
+                RowOutputKind::Sample => {
+                    let slot = self.samplers[span.slot].as_mut().ok_or_else(|| EngineError::Plan {
+                        step: plan.step,
+                        reason: format!("slot {} samples but is not bound", span.slot),
+                    })?;
+                    for masked in &self.masked_tokens {
+                        logits[masked.start as usize..masked.end as usize].fill(f32::NEG_INFINITY);
+                    }
+                    output.sampled = Some(self.sampler.sample(slot, logits));
+                }
+            }
+            outputs.push(output);
+        }
+        Ok(outputs)
+    }
+
+    /// Tells all ranks what rank 0 sampled, so that a later step may begin with it.
+    fn share_sampled(&mut self, plan: &StepPlan, outputs: &[RowOutput]) -> Result<(), EngineError> {
+        let sampling =
+            plan.rows.iter().filter(|row| row.output == RowOutputKind::Sample).map(|row| row.slot.0 as usize);
+        let publish = |out: &mut Vec<f32>| {
+            out.clear();
+            let sampled = outputs.iter().filter_map(|row| row.sampled.as_ref());
+            out.extend(sampled.map(|sampled| f32::from_bits(sampled.token)));
+        };
+        let last_sampled = &mut self.last_sampled;
+        self.link.exchange(publish, |parts| {
+            for (slot, token) in sampling.zip(parts[0]) {
+                last_sampled[slot] = token.to_bits();
+            }
+        })
+    }
+}
+
+impl Engine for CpuRank {
+    fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
+        self.apply(plan)?;
+        let mut batch = std::mem::take(&mut self.batch);
+        batch.fill(plan, &self.last_sampled, &self.cache, &self.limits)?;
+        self.batch = batch;
+        let logits = self.forward(plan)?;
+        let rows = if self.is_first() {
+            self.outputs(plan, logits)?
+        } else {
+            let empty =
+                |row: &scheduler::plan::StepRow| RowOutput { slot: row.slot, sampled: None, logits: Vec::new() };
+            plan.rows.iter().map(empty).collect()
+        };
+        if plan.rows.iter().any(|row| row.output == RowOutputKind::Sample) {
+            self.share_sampled(plan, &rows)?;
+        }
+        self.outputs.push_back(StepOutput { step: plan.step, rows });
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        let reason = || EngineError::Setup("collect without a launched step".into());
+        self.outputs.pop_front().ok_or_else(reason)
+    }
+
+    fn export_kv(&self, slice: &KvSlice, page: PageId, out: &mut [u8]) -> Result<(), EngineError> {
+        RankKv { cache: &self.cache, model: &self.model, layout: &self.layout }.export_kv(slice, page, out)
+    }
+
+    fn import_kv(&mut self, slice: &KvSlice, page: PageId, bytes: &[u8]) -> Result<(), EngineError> {
+        let Self { model, layout, cache, .. } = self;
+        let mut write = || -> Result<(), String> {
+            let (layer, heads) = locate(model, layout, slice, bytes.len())?;
+            cache.bytes_mut(slice, layer, heads, page)?.copy_from_slice(bytes);
+            Ok(())
+        };
+        let rank = model.plan.rank as u32;
+        write().map_err(|reason| EngineError::KvSlice { slice: *slice, rank, reason })
+    }
+}
+
+/// Read access to the cache of a rank.
+struct RankKv<'a> {
+    cache: &'a KvCache,
+    model: &'a RankModel,
+    layout: &'a KvLayout,
+}
+
+impl KvReader for RankKv<'_> {
+    fn export_kv(&self, slice: &KvSlice, page: PageId, out: &mut [u8]) -> Result<(), EngineError> {
+        let mut read = || -> Result<(), String> {
+            let (layer, heads) = locate(self.model, self.layout, slice, out.len())?;
+            out.copy_from_slice(self.cache.bytes(slice, layer, heads, page)?);
+            Ok(())
+        };
+        let rank = self.model.plan.rank as u32;
+        read().map_err(|reason| EngineError::KvSlice { slice: *slice, rank, reason })
+    }
+}
+
+/// Where a slice lies on this rank: the layer among those of its group, and the rank's own heads.
+fn locate(
+    model: &RankModel,
+    layout: &KvLayout,
+    slice: &KvSlice,
+    bytes: usize,
+) -> Result<(usize, Range<usize>), String> {
+    let layer = slice.layer as usize;
+    if layer >= model.config.num_layers || page_group(&model.config, layer).0 != slice.group {
+        return Err(format!("layer {layer} is not in group {}", slice.group));
+    }
+    let (own, heads) = (&model.plan.kv_heads, slice.heads());
+    let (start, end) = (heads.start as usize, heads.end as usize);
+    if start < own.start || end > own.end {
+        return Err(format!("the rank holds kv heads {own:?}"));
+    }
+    let expected = slice.head_count as usize * layout.head_bytes();
+    if bytes != expected {
+        return Err(format!("{bytes} bytes where {expected} are needed"));
+    }
+    Ok((page_group(&model.config, layer).1, start - own.start..end - own.start))
+}

@@ -1,0 +1,247 @@
+//! All ranks of one instance: a thread each, commanded in the same order.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use kv::KvSlice;
+use scheduler::plan::{StepOutput, StepPlan};
+use types::{KvLayout, PageId};
+
+use crate::fault::Fault;
+use crate::{Engine, EngineError};
+
+/// Commands that may wait at a rank. Two steps in flight are four; the rest leaves KV transfers some room. A full queue makes callers wait.
+const QUEUE: usize = 16;
+
+/// One slice of KV to be written, with its physical page on the receiving side.
+#[derive(Debug, Clone)]
+pub struct KvWrite {
+    /// Which part of which sequence.
+    pub slice: KvSlice,
+    /// The physical page.
+    pub page: PageId,
+    /// `slice.head_count * KvLayout::head_bytes()` bytes.
+    pub bytes: Vec<u8>,
+}
+
+enum Command {
+    Launch(Arc<StepPlan>),
+    Collect,
+    Export { slices: Vec<(KvSlice, PageId)>, reply: SyncSender<Result<Vec<Vec<u8>>, EngineError>> },
+    Import { writes: Vec<KvWrite>, reply: SyncSender<Result<(), EngineError>> },
+}
+
+/// The ranks of one instance. Methods may be called from any thread; steps are collected in the order of launches.
+///
+/// A rank whose engine fails in a step, or panics, takes the group with it: every later call, and every call that waits, yields
+/// [`EngineError::RankLost`].
+pub struct EngineGroup {
+    ranks: Vec<SyncSender<Command>>,
+    threads: Vec<JoinHandle<()>>,
+    outputs: Mutex<Receiver<StepOutput>>,
+    kv_layout: KvLayout,
+    fault: Arc<Fault>,
+}
+
+impl EngineGroup {
+    /// Starts `ranks` threads named `NAME-rank-N` and builds an engine on each, all at once. `fault` is the group's, shared with whatever
+    /// collectives the engines use.
+    ///
+    /// # Errors
+    /// The first error of a constructor; [`EngineError::RankLost`] if one panics.
+    pub fn start<E: Engine>(
+        name: &str,
+        ranks: u32,
+        kv_layout: KvLayout,
+        fault: Arc<Fault>,
+        construct: impl Fn(u32) -> Result<E, EngineError> + Send + Sync + 'static,
+    ) -> Result<Self, EngineError> {
+        let construct = Arc::new(construct);
+        let (ready, built) = sync_channel(ranks as usize);
+        let (output, outputs) = sync_channel(QUEUE);
+        let head_bytes = kv_layout.head_bytes();
+        let mut group = Self {
+            ranks: Vec::new(),
+            threads: Vec::new(),
+            outputs: Mutex::new(outputs),
+            kv_layout,
+            fault: fault.clone(),
+        };
+        for rank in 0..ranks {
+            let (commands, inbox) = sync_channel(QUEUE);
+            let (construct, ready, fault) = (construct.clone(), ready.clone(), fault.clone());
+            let output = (rank == 0).then(|| output.clone());
+            let worker = RankThread { rank, inbox, output, head_bytes, fault };
+            let thread = std::thread::Builder::new()
+                .name(format!("{name}-rank-{rank}"))
+                .spawn(move || worker.run(&*construct, ready))
+                .map_err(|error| EngineError::Setup(format!("cannot start the thread of rank {rank}: {error}")))?;
+            group.ranks.push(commands);
+            group.threads.push(thread);
+        }
+        drop((ready, output));
+        // A constructor that fails leaves the other ranks idle; dropping the group then ends and joins them.
+        built.iter().collect::<Result<Vec<()>, EngineError>>()?;
+        fault.check()?;
+        Ok(group)
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        self.ranks.len() as u32
+    }
+
+    /// How the KV cache lies in memory.
+    #[must_use]
+    pub const fn kv_layout(&self) -> &KvLayout {
+        &self.kv_layout
+    }
+
+    /// Has every rank start a step, after the steps launched before. Returns without waiting for the step.
+    ///
+    /// # Errors
+    /// [`EngineError::RankLost`].
+    pub fn launch(&self, plan: Arc<StepPlan>) -> Result<(), EngineError> {
+        (0..self.ranks()).try_for_each(|rank| self.send(rank, Command::Launch(plan.clone())))
+    }
+
+    /// Waits for the oldest step that was launched and not collected, and yields what rank 0 computed.
+    ///
+    /// # Errors
+    /// [`EngineError::RankLost`], also when the step itself failed.
+    pub fn collect(&self) -> Result<StepOutput, EngineError> {
+        (0..self.ranks()).try_for_each(|rank| self.send(rank, Command::Collect))?;
+        // Nothing panics while it holds this lock; were it so, the receiver would be as good as before.
+        let outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
+        outputs.recv().map_err(|_| self.fault.error(0))
+    }
+
+    /// Copies slices out of one rank's cache, between steps; one buffer a slice.
+    ///
+    /// # Errors
+    /// [`EngineError::KvSlice`] for the first slice that is not on this rank; [`EngineError::RankLost`].
+    pub fn export_kv(&self, rank: u32, slices: Vec<(KvSlice, PageId)>) -> Result<Vec<Vec<u8>>, EngineError> {
+        let (reply, answer) = sync_channel(1);
+        self.send(rank, Command::Export { slices, reply })?;
+        answer.recv().map_err(|_| self.fault.error(rank))?
+    }
+
+    /// Writes slices into one rank's cache, between steps.
+    ///
+    /// # Errors
+    /// [`EngineError::KvSlice`] for the first slice that is not on this rank or has another length (those before it are written);
+    /// [`EngineError::RankLost`].
+    pub fn import_kv(&self, rank: u32, writes: Vec<KvWrite>) -> Result<(), EngineError> {
+        let (reply, answer) = sync_channel(1);
+        self.send(rank, Command::Import { writes, reply })?;
+        answer.recv().map_err(|_| self.fault.error(rank))?
+    }
+
+    /// Lets the ranks finish what was commanded, and joins their threads. Dropping the group does the same.
+    ///
+    /// # Errors
+    /// [`EngineError::RankLost`] if one was lost.
+    pub fn shutdown(mut self) -> Result<(), EngineError> {
+        self.join();
+        self.fault.check()
+    }
+
+    fn send(&self, rank: u32, command: Command) -> Result<(), EngineError> {
+        self.fault.check()?;
+        self.ranks[rank as usize].send(command).map_err(|_| self.fault.error(rank))
+    }
+
+    fn join(&mut self) {
+        self.ranks.clear();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join(); // a panic was caught in the thread and recorded in `fault`
+        }
+    }
+}
+
+impl Drop for EngineGroup {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+/// What the thread of a rank needs.
+struct RankThread {
+    rank: u32,
+    inbox: Receiver<Command>,
+    /// Rank 0's way to `collect`.
+    output: Option<SyncSender<StepOutput>>,
+    head_bytes: usize,
+    fault: Arc<Fault>,
+}
+
+impl RankThread {
+    fn run<E: Engine>(
+        self,
+        construct: &dyn Fn(u32) -> Result<E, EngineError>,
+        ready: SyncSender<Result<(), EngineError>>,
+    ) {
+        self.fault.register(self.rank);
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            let mut engine = match construct(self.rank) {
+                Ok(engine) => engine,
+                Err(error) => {
+                    let reason = error.to_string();
+                    let _ = ready.send(Err(error)); // nobody listens once another rank has failed
+                    return Err(reason);
+                }
+            };
+            let _ = ready.send(Ok(()));
+            drop(ready);
+            self.serve(&mut engine).map_err(|error| error.to_string())
+        }));
+        match outcome {
+            Ok(Ok(())) => {}
+            Ok(Err(reason)) => self.fault.trip(self.rank, reason),
+            Err(panic) => self.fault.trip(self.rank, format!("panicked: {}", panic_message(&*panic))),
+        }
+    }
+
+    /// Carries out commands until the group is dropped or a step fails.
+    fn serve<E: Engine>(&self, engine: &mut E) -> Result<(), EngineError> {
+        while let Ok(command) = self.inbox.recv() {
+            match command {
+                Command::Launch(plan) => engine.launch(&plan)?,
+                Command::Collect => {
+                    let output = engine.collect()?;
+                    if let Some(channel) = &self.output
+                        && channel.send(output).is_err()
+                    {
+                        return Ok(()); // the group is being dropped
+                    }
+                }
+                Command::Export { slices, reply } => {
+                    let _ = reply.send(self.export(engine, &slices)); // the caller may have given up
+                }
+                Command::Import { writes, reply } => {
+                    let written =
+                        writes.iter().try_for_each(|write| engine.import_kv(&write.slice, write.page, &write.bytes));
+                    let _ = reply.send(written); // as above
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn export<E: Engine>(&self, engine: &E, slices: &[(KvSlice, PageId)]) -> Result<Vec<Vec<u8>>, EngineError> {
+        let copy = |(slice, page): &(KvSlice, PageId)| {
+            let mut bytes = vec![0; slice.head_count as usize * self.head_bytes];
+            engine.export_kv(slice, *page, &mut bytes)?;
+            Ok(bytes)
+        };
+        slices.iter().map(copy).collect()
+    }
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}

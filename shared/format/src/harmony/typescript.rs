@@ -14,7 +14,12 @@ const VARIANT_INDENT: &str = "   ";
 /// The type that `schema` describes; its further lines begin with `indent`.
 pub(super) fn type_of(schema: &Value, indent: &str) -> String {
     if let Some(variants) = variants(schema) {
-        return variants.iter().map(|variant| format!("\n{}", one_of_variant(variant, indent, true))).collect();
+        let line = |variant| {
+            let comments =
+                text(variant, "description").map(str::to_owned).into_iter().chain(default(variant, Literals::Quoted));
+            format!("\n{}", one_of_variant(variant, indent, comments.collect()))
+        };
+        return variants.iter().map(line).collect();
     }
     match &schema["type"] {
         Value::Array(names) => type_union(names),
@@ -79,30 +84,35 @@ fn plain_property(key: &str, property: &Value, indent: &str, out: &mut String) {
     }
     examples(property, indent, out);
     let written = nullable(property, type_of(property, &format!("{indent}{PROPERTY_INDENT}")));
-    let default = default(property).map(|default| format!(" // {default}")).unwrap_or_default();
+    let default = default(property, Literals::AsEnum).map(|default| format!(" // {default}")).unwrap_or_default();
     out.push_str(&format!("{indent}{key}: {written},{default}\n"));
 }
 
 fn one_of_property(key: &str, property: &Value, variants: &[Value], indent: &str, out: &mut String) {
     title(property, indent, out);
     examples(property, indent, out);
-    let description = text(property, "description").filter(|text| !text.is_empty());
-    for comment in description.map(str::to_owned).into_iter().chain(default(property)) {
+    // One description is enough: the first variant's is left out for the property's, and the property's if they are the same.
+    let description = text(property, "description");
+    let is_of_first =
+        variants.first().is_some_and(|first| description.is_some() && text(first, "description") == description);
+    let own = description.filter(|_| !is_of_first).map(str::to_owned);
+    for comment in own.into_iter().chain(default(property, Literals::AsEnum)) {
         out.push_str(&format!("{indent}// {comment}\n"));
     }
     out.push_str(&format!("{indent}{key}:\n"));
     for (i, variant) in variants.iter().enumerate() {
-        out.push_str(&one_of_variant(variant, indent, i > 0 || description.is_none()));
+        let is_new = |text: &&str| description.is_none_or(|description| i > 0 && *text != description);
+        let trailing = text(variant, "description").filter(is_new).map(str::to_owned);
+        let comments = trailing.into_iter().chain(default(variant, Literals::AsEnum)).collect();
+        out.push_str(&one_of_variant(variant, indent, comments));
         out.push('\n');
     }
     out.push_str(&format!("{indent},\n"));
 }
 
-/// One variant on lines of its own; its comments trail, unless its description would repeat the property's.
-fn one_of_variant(variant: &Value, indent: &str, is_described: bool) -> String {
+/// One variant on lines of its own, its comments behind it.
+fn one_of_variant(variant: &Value, indent: &str, comments: Vec<String>) -> String {
     let written = nullable(variant, type_of(variant, &format!("{indent}{VARIANT_INDENT}")));
-    let description = text(variant, "description").filter(|text| is_described && !text.is_empty());
-    let comments: Vec<String> = description.map(str::to_owned).into_iter().chain(default(variant)).collect();
     let trailer = if comments.is_empty() { String::new() } else { format!(" // {}", comments.join(" ")) };
     format!("{indent} | {written}{trailer}")
 }
@@ -125,10 +135,22 @@ fn nullable(schema: &Value, written: String) -> String {
     if schema["nullable"] == true && !written.contains("null") { format!("{written} | null") } else { written }
 }
 
-fn default(schema: &Value) -> Option<String> {
+/// How a default that is a text is written.
+#[derive(Clone, Copy, PartialEq)]
+enum Literals {
+    /// In quotes.
+    Quoted,
+    /// Without them if the schema enumerates values: properties and their variants.
+    AsEnum,
+}
+
+fn default(schema: &Value, literals: Literals) -> Option<String> {
+    let is_enum = literals == Literals::AsEnum && schema["enum"].as_array().is_some_and(|values| !values.is_empty());
     let default = match schema.get("default")? {
-        Value::String(text) if schema.get("enum").is_some() => text.clone(),
+        Value::String(text) if is_enum => text.clone(),
         Value::String(text) => format!("\"{text}\""),
+        // The published renderer writes no plus sign into exponents.
+        number @ Value::Number(_) => number.to_string().replace("e+", "e"),
         other => other.to_string(),
     };
     Some(format!("default: {default}"))

@@ -173,27 +173,34 @@ fn check_model(model: &Model) -> Result<(), VocabularyError> {
 
 /// The bytes of each token, by number. The numbers must be `0..n`: they are the ranks.
 fn ordinary_tokens(vocab: &HashMap<String, TokenId>) -> Result<Vec<Vec<u8>>, VocabularyError> {
-    let bytes_of = byte_alphabet();
-    let mut tokens = vec![Vec::new(); vocab.len()];
+    let mut spellings: Vec<Option<&str>> = vec![None; vocab.len()];
     for (spelling, id) in vocab {
-        let field = || format!("model.vocab[{spelling:?}]");
-        let Some(token) = tokens.get_mut(*id as usize) else {
-            return Err(inconsistent(field(), format!("is {id}, but there are {} tokens", vocab.len())));
+        let Some(place) = spellings.get_mut(*id as usize) else {
+            let reason = format!("is {id}, but there are {} tokens", vocab.len());
+            return Err(inconsistent(format!("model.vocab[{spelling:?}]"), reason));
         };
-        if !token.is_empty() {
-            return Err(inconsistent(field(), format!("is {id}, the number of another token")));
-        }
-        *token = spelling.chars().map(|c| bytes_of.get(&c).copied()).collect::<Option<_>>().unwrap_or_default();
-        if token.is_empty() {
-            return Err(inconsistent(field(), "does not spell bytes"));
+        if let Some(other) = place.replace(spelling) {
+            let (first, second) = (spelling.as_str().min(other), spelling.as_str().max(other));
+            return Err(inconsistent(format!("model.vocab[{second:?}]"), format!("is {id}, like {first:?}")));
         }
     }
-    for byte in 0..=u8::MAX {
-        if !tokens.iter().any(|token| *token == [byte]) {
-            return Err(inconsistent("model.vocab", format!("has no token for the byte {byte:#04x}")));
+    let bytes_of = byte_alphabet();
+    let mut tokens = Vec::with_capacity(vocab.len());
+    let mut has_byte = [false; 256];
+    for spelling in spellings.into_iter().flatten() {
+        let bytes: Option<Vec<u8>> = spelling.chars().map(|c| bytes_of.get(&c).copied()).collect();
+        let Some(bytes) = bytes.filter(|bytes| !bytes.is_empty()) else {
+            return Err(inconsistent(format!("model.vocab[{spelling:?}]"), "does not spell bytes"));
+        };
+        if let [byte] = bytes.as_slice() {
+            has_byte[usize::from(*byte)] = true;
         }
+        tokens.push(bytes);
     }
-    Ok(tokens)
+    match has_byte.iter().position(|has| !has) {
+        Some(byte) => Err(inconsistent("model.vocab", format!("has no token for the byte {byte:#04x}"))),
+        None => Ok(tokens),
+    }
 }
 
 /// GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the others for U+0100 and up, in order.
@@ -315,7 +322,7 @@ mod tests {
             ("normalizer", error_after(|file| file["normalizer"] = json!({"type": "NFC"}))),
             ("model.type", error_after(|file| file["model"]["type"] = json!("Unigram"))),
             ("model.merges[1]", error_after(|file| file["model"]["merges"][1] = json!(["q", "zzz"]))),
-            ("model.vocab[\"!\"]", error_after(|file| file["model"]["vocab"]["!"] = json!(1))),
+            ("model.vocab[\"\\\"\"]: is 1, like \"!\"", error_after(|file| file["model"]["vocab"]["!"] = json!(1))),
             ("model.vocab[\"!\"]", error_after(|file| file["model"]["vocab"]["!"] = json!(70_000))),
             ("added_tokens[2].id", error_after(|file| file["added_tokens"][2]["id"] = json!(5))),
             ("added_tokens[2].id", error_after(|file| file["added_tokens"][2]["id"] = json!("five"))),

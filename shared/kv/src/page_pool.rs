@@ -33,47 +33,51 @@ pub mod state {
     pub struct Live;
 
     /// Implemented by the three states alone.
-    pub trait PageState: sealed::Sealed {}
-    impl<S: sealed::Sealed> PageState for S {}
+    pub trait PageState: super::sealed::State {}
+    impl<S: super::sealed::State> PageState for S {}
+}
 
-    pub(super) mod sealed {
-        use types::TicketId;
+mod sealed {
+    use types::TicketId;
 
-        /// Which counter a state has, and who may write behind the holder's back.
-        pub trait Sealed {
-            const KIND: super::super::Held;
-            fn writer(&self) -> Option<TicketId> {
-                None
-            }
+    use super::state::{Landing, Live, Reserved};
+
+    /// A state's place in the books.
+    #[derive(Debug, Clone, Copy)]
+    pub enum Held {
+        Reserved,
+        Landing,
+        Live,
+    }
+
+    pub trait State {
+        const HELD: Held;
+
+        /// Who may write behind the holder's back.
+        fn writer(&self) -> Option<TicketId> {
+            None
         }
-        impl Sealed for super::Reserved {
-            const KIND: super::super::Held = super::super::Held::Reserved;
+    }
+
+    impl State for Reserved {
+        const HELD: Held = Held::Reserved;
+    }
+
+    impl State for Landing {
+        const HELD: Held = Held::Landing;
+
+        fn writer(&self) -> Option<TicketId> {
+            Some(self.writer)
         }
-        impl Sealed for super::Landing {
-            const KIND: super::super::Held = super::super::Held::Landing;
-            fn writer(&self) -> Option<TicketId> {
-                Some(self.writer)
-            }
-        }
-        impl Sealed for super::Live {
-            const KIND: super::super::Held = super::super::Held::Live;
-        }
+    }
+
+    impl State for Live {
+        const HELD: Held = Held::Live;
     }
 }
 
+use sealed::Held;
 use state::{Landing, Live, PageState, Reserved};
-
-/// Index of a state's counter.
-#[doc(hidden)]
-#[derive(Debug, Clone, Copy)]
-pub enum Held {
-    /// [`state::Reserved`].
-    Reserved,
-    /// [`state::Landing`].
-    Landing,
-    /// [`state::Live`].
-    Live,
-}
 
 /// Pages of one pool by state; the five states add up to `total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -243,7 +247,7 @@ impl<S: PageState> Pages<S> {
 
     fn enter<T: PageState>(mut self, state: T) -> Pages<T> {
         let ids = std::mem::take(&mut self.ids);
-        self.shared.change_state(ids.len(), S::KIND, T::KIND);
+        self.shared.change_state(ids.len(), S::HELD, T::HELD);
         Pages { ids, state, shared: Arc::clone(&self.shared) }
     }
 }
@@ -299,7 +303,7 @@ impl<S: PageState> Drop for Pages<S> {
             return;
         }
         let mut books = self.shared.books();
-        books.held[S::KIND as usize] = books.held[S::KIND as usize].saturating_sub(self.ids.len() as u32);
+        books.held[S::HELD as usize] = books.held[S::HELD as usize].saturating_sub(self.ids.len() as u32);
         match self.state.writer() {
             Some(writer) => books.quarantine.entry(writer).or_default().append(&mut self.ids),
             None => books.free.append(&mut self.ids),
@@ -309,7 +313,7 @@ impl<S: PageState> Drop for Pages<S> {
 
 impl<S: PageState> fmt::Debug for Pages<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pages({} {:?}, {:?})", self.shared.group, S::KIND, self.ids)
+        write!(f, "Pages({} {:?}, {:?})", self.shared.group, S::HELD, self.ids)
     }
 }
 

@@ -85,6 +85,9 @@ pub enum Refusal {
     /// Too few pages are free now.
     #[error(transparent)]
     NoPages(#[from] NoPages),
+    /// Pages are free, but a sequence of the batch waits for more of them than there are.
+    #[error("running sequences wait for pages")]
+    GrowthFirst,
     /// The worker takes no new work.
     #[error("worker is draining")]
     Draining,
@@ -112,7 +115,7 @@ pub enum Refusal {
 impl Classify for Refusal {
     fn class(&self) -> ErrorClass {
         match self {
-            Self::NoSlot { .. } | Self::NoPages(_) => ErrorClass::Overloaded,
+            Self::NoSlot { .. } | Self::NoPages(_) | Self::GrowthFirst => ErrorClass::Overloaded,
             Self::Draining => ErrorClass::Retryable,
             Self::TooLong { .. } | Self::EmptyPrompt | Self::TicketUsed { .. } => ErrorClass::Caller,
         }
@@ -162,10 +165,12 @@ pub struct DecodeScheduler {
     /// Committed and running sequences, oldest first.
     batch: Vec<TicketId>,
     recent: RecentTickets<EndedTicket>,
-    in_flight: StepsInFlight<()>,
+    in_flight: StepsInFlight,
     retired: Retired<SequencePages>,
     /// Slots that the next plan ends.
     unbind: Vec<SlotId>,
+    /// A row of the last plan lacked pages: what comes free is its, not a newcomer's.
+    growth_waits: bool,
     draining: bool,
     preemptions: u64,
 }
@@ -189,6 +194,7 @@ impl DecodeScheduler {
             in_flight: StepsInFlight::new(config.lookahead),
             retired: Retired::new(),
             unbind: Vec::new(),
+            growth_waits: false,
             draining: false,
             preemptions: 0,
             config,
@@ -217,6 +223,9 @@ impl DecodeScheduler {
         let Some(slot) = self.free_slots.last().copied() else {
             return Err(Refusal::NoSlot { max_sequences: self.config.max_sequences });
         };
+        if self.growth_waits && !self.batch.is_empty() {
+            return Err(Refusal::GrowthFirst);
+        }
         let demand = self.config.demand(self.shape, &sequence);
         let reserve = SequenceReserve::take(&self.pools, self.shape, demand)?;
         self.free_slots.pop();

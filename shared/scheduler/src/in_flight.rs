@@ -43,16 +43,18 @@ impl Classify for StepMismatch {
     }
 }
 
-/// The steps in flight, oldest first. `T` is what the scheduler remembers of a row. A slot may have a new owner by the time a step
-/// completes, so rows are remembered by ticket.
+/// A planned step: its number, and whose row is where.
+type PlannedStep = (u64, Vec<(SlotId, TicketId)>);
+
+/// The steps in flight, oldest first. A slot may have a new owner by the time a step completes, so rows are remembered by ticket.
 #[derive(Debug)]
-pub(crate) struct StepsInFlight<T> {
+pub(crate) struct StepsInFlight {
     most: usize,
     next_step: u64,
-    steps: VecDeque<(u64, Vec<(SlotId, TicketId, T)>)>,
+    steps: VecDeque<PlannedStep>,
 }
 
-impl<T> StepsInFlight<T> {
+impl StepsInFlight {
     /// With `lookahead`, one step may be planned while another runs.
     pub(crate) fn new(lookahead: bool) -> Self {
         Self { most: 1 + usize::from(lookahead), next_step: 0, steps: VecDeque::new() }
@@ -77,25 +79,25 @@ impl<T> StepsInFlight<T> {
         (self.completed()..self.next_step).contains(&step)
     }
 
-    pub(crate) fn push(&mut self, plan: &StepPlan, rows: Vec<(SlotId, TicketId, T)>) {
+    pub(crate) fn push(&mut self, plan: &StepPlan, rows: Vec<(SlotId, TicketId)>) {
         self.steps.push_back((plan.step, rows));
         self.next_step += 1;
     }
 
     /// Takes the oldest step, paired with what it yielded.
-    pub(crate) fn pop(&mut self, output: StepOutput) -> Result<Vec<(TicketId, T, RowOutput)>, StepMismatch> {
+    pub(crate) fn pop(&mut self, output: StepOutput) -> Result<Vec<(TicketId, RowOutput)>, StepMismatch> {
         let step = output.step;
         let due = self.steps.front().filter(|(due, _)| *due == step);
         let Some((_, rows)) = due else {
             return Err(StepMismatch::Step { got: step, expected: self.steps.front().map(|(due, _)| *due) });
         };
         let got: Vec<u32> = output.rows.iter().map(|row| row.slot.0).collect();
-        let expected: Vec<u32> = rows.iter().map(|(slot, ..)| slot.0).collect();
+        let expected: Vec<u32> = rows.iter().map(|(slot, _)| slot.0).collect();
         if got != expected {
             return Err(StepMismatch::Rows { step, got, expected });
         }
         let (_, rows) = self.steps.pop_front().expect("the front was just looked at");
-        Ok(rows.into_iter().zip(output.rows).map(|((_, ticket, row), output)| (ticket, row, output)).collect())
+        Ok(rows.into_iter().zip(output.rows).map(|((_, ticket), output)| (ticket, output)).collect())
     }
 }
 

@@ -6,12 +6,12 @@
 //! Start with [`plan::StepPlan`], the contract with the engine; then [`ticket`] (the life of a reservation) and
 //! [`decode::DecodeScheduler`]; [`prefill::PrefillScheduler`] is the other side of a transfer.
 
-pub mod config;
+mod config;
 pub mod decode;
-pub mod in_flight;
+mod in_flight;
 pub mod plan;
 pub mod prefill;
-pub mod recent;
+mod recent;
 pub mod sequence;
 pub mod ticket;
 
@@ -20,7 +20,7 @@ pub use decode::{DecodeAction, DecodeConfig, DecodeCounts, DecodeScheduler, Refu
 pub use in_flight::StepMismatch;
 pub use prefill::{
     PrefillAction, PrefillConfig, PrefillCounts, PrefillOutcome, PrefillRefusal, PrefillRequest, PrefillScheduler,
-    PrefillStep, TransferEnd,
+    PrefillStep, PromptGone, TransferEnd,
 };
 pub use sequence::SequenceSpec;
-pub use ticket::{AbortReason, Gone, Outcome, Phase, TicketError};
+pub use ticket::{AbortReason, Gone, Outcome, Phase, Taken, TicketError};

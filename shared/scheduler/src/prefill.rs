@@ -181,9 +181,6 @@ pub struct PrefillCounts {
     pub steps: u64,
 }
 
-/// Whether a row is the last chunk of its prompt.
-type IsLast = bool;
-
 /// The prefill worker's scheduler. See the module.
 #[derive(Debug)]
 pub struct PrefillScheduler {
@@ -196,7 +193,7 @@ pub struct PrefillScheduler {
     /// Prompts that hold a slot and pages, in the order in which they began.
     prompts: Vec<Prompt>,
     recent: RecentTickets<PrefillOutcome>,
-    in_flight: StepsInFlight<IsLast>,
+    in_flight: StepsInFlight,
     /// Slots that the next plan ends.
     unbind: Vec<SlotId>,
     draining: bool,
@@ -265,7 +262,7 @@ impl PrefillScheduler {
             // The engine takes this up with the plan after this one, when the prompt's last row is behind it.
             self.unbind.push(prompt.slot);
         }
-        self.in_flight.push(&step.plan, vec![(prompt.slot, prompt.ticket, step.last)]);
+        self.in_flight.push(&step.plan, vec![(prompt.slot, prompt.ticket)]);
         Some(step)
     }
 
@@ -287,10 +284,10 @@ impl PrefillScheduler {
     /// [`StepMismatch`] when the output is not that of the oldest step in flight: the engine is broken.
     pub fn complete(&mut self, output: StepOutput, out: &mut Vec<PrefillAction>) -> Result<(), StepMismatch> {
         let step = output.step;
-        for (ticket, last, row) in self.in_flight.pop(output)? {
+        for (ticket, row) in self.in_flight.pop(output)? {
             let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) else { continue };
             prompt.steps_in_flight -= 1;
-            if last && prompt.progress == Progress::Computing {
+            if prompt.is_computed() && prompt.progress == Progress::Computing {
                 let token = row.sampled.ok_or(StepMismatch::NoToken { step, slot: row.slot.0 })?;
                 let index = prompt.spec.next_index();
                 let finish = prompt.spec.finish_reason(index, token.token, self.config.max_context_tokens);

@@ -6,7 +6,7 @@ use types::TicketId;
 
 /// How the last `capacity` tickets ended; older ones are forgotten and count as unknown.
 #[derive(Debug)]
-pub struct RecentTickets<O> {
+pub(crate) struct RecentTickets<O> {
     capacity: usize,
     by_age: VecDeque<TicketId>,
     outcomes: HashMap<TicketId, O>,
@@ -14,13 +14,12 @@ pub struct RecentTickets<O> {
 
 impl<O> RecentTickets<O> {
     /// Remembers `capacity` tickets.
-    #[must_use]
-    pub fn new(capacity: usize) -> Self {
+    pub(crate) fn new(capacity: usize) -> Self {
         Self { capacity, by_age: VecDeque::new(), outcomes: HashMap::new() }
     }
 
     /// Notes how a ticket ended.
-    pub fn insert(&mut self, ticket: TicketId, outcome: O) {
+    pub(crate) fn insert(&mut self, ticket: TicketId, outcome: O) {
         if self.capacity == 0 {
             return;
         }
@@ -34,8 +33,7 @@ impl<O> RecentTickets<O> {
     }
 
     /// How a ticket ended, if that is remembered.
-    #[must_use]
-    pub fn get(&self, ticket: TicketId) -> Option<&O> {
+    pub(crate) fn get(&self, ticket: TicketId) -> Option<&O> {
         self.outcomes.get(&ticket)
     }
 }

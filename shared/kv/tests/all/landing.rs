@@ -7,7 +7,7 @@ use types::PageGroup;
 use crate::layout;
 
 fn landing(context: u32) -> Landing {
-    Landing::new(PageMap::new(&layout(1), &layout(4), context).unwrap())
+    Landing::new(PageMap::new(&layout(1), &layout(4), context).expect("the layouts fit"))
 }
 
 #[test]

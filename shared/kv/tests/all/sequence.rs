@@ -46,12 +46,14 @@ impl EngineTables {
 }
 
 fn reserve(pools: &PagePools, full: u32, window: u32) -> SequenceReserve {
-    SequenceReserve::take(pools, SHAPE, PageDemand { full, window }).unwrap()
+    SequenceReserve::take(pools, SHAPE, PageDemand { full, window }).expect("the pools are large enough")
 }
 
 fn land(pools: &PagePools, context: u32) -> LandingPages {
     let window = SHAPE.most_window_pages(context + 100, 1);
-    reserve(pools, SHAPE.pages_for(context), window).land(TICKET, &layout(2), &layout(4), context).unwrap()
+    reserve(pools, SHAPE.pages_for(context), window)
+        .land(TICKET, &layout(2), &layout(4), context)
+        .expect("the layouts fit")
 }
 
 #[test]

@@ -101,7 +101,7 @@ impl DecodeScheduler {
             let sequence =
                 self.sequences.get_mut(&ticket).expect("prepared sequences are here: only younger ones gave way");
             sequence.join(&mut plan);
-            rows.push((sequence.slot, ticket, ()));
+            rows.push((sequence.slot, ticket));
         }
         self.in_flight.push(&plan, rows);
         Some(plan)
@@ -111,6 +111,7 @@ impl DecodeScheduler {
     fn prepare_rows(&mut self, out: &mut Vec<DecodeAction>) -> Vec<TicketId> {
         let mut ready = Vec::with_capacity(self.batch.len());
         let mut member_idx = 0;
+        self.growth_waits = false;
         while let Some(ticket) = self.batch.get(member_idx).copied() {
             let sequence = self.sequences.get_mut(&ticket).expect("the batch lists sequences that are here");
             if sequence.awaits_last_token(self.config.max_context_tokens) {
@@ -125,6 +126,7 @@ impl DecodeScheduler {
             } else if !self.retired.is_empty() || self.batch.len() == 1 {
                 // Pages are on their way back: with the step in flight, or, for a sequence alone, with reservations and quarantine,
                 // which are bounded in time. Nobody need give way: this row waits.
+                self.growth_waits = true;
                 member_idx += 1;
             } else if let Some(youngest) = self.batch.last().copied() {
                 self.preemptions += 1;
@@ -141,7 +143,7 @@ impl DecodeScheduler {
     /// [`StepMismatch`] when the output is not that of the oldest step in flight: the engine is broken.
     pub fn complete(&mut self, output: StepOutput, out: &mut Vec<DecodeAction>) -> Result<(), StepMismatch> {
         let step = output.step;
-        for (ticket, (), row) in self.in_flight.pop(output)? {
+        for (ticket, row) in self.in_flight.pop(output)? {
             let token = row.sampled.ok_or(StepMismatch::NoToken { step, slot: row.slot.0 })?;
             self.deliver(ticket, token, out);
         }

@@ -72,6 +72,11 @@ impl Prompt {
         self.spec.context_tokens() - self.planned
     }
 
+    /// Whether the steps that are complete have computed the whole context.
+    pub(super) fn is_computed(&self) -> bool {
+        self.tokens_left() == 0 && self.steps_in_flight == 0
+    }
+
     /// Whether a plan has bound the slot.
     pub(super) fn is_bound(&self) -> bool {
         self.planned > 0

@@ -1,6 +1,6 @@
 use kv::{Incomplete, KvSlice, SliceError};
+use scheduler::Taken;
 use scheduler::plan::RowTokens;
-use scheduler::ticket::Taken;
 use scheduler::{AbortReason, DecodeScheduler, Gone, Outcome, Phase, Refusal, TicketError};
 use types::{FinishReason, KvLayout, PageGroup};
 
@@ -156,6 +156,8 @@ fn a_commit_before_the_last_slice_names_it_and_may_be_tried_again() {
     assert_eq!(rig.commit(ticket(1)), Ok(Taken::Again), "while running");
     rig.run();
     assert_eq!(rig.commit(ticket(1)), Ok(Taken::Again), "after the end");
+    rig.senders.get_mut(&ticket(1)).unwrap().peer = peer("prefill", 2);
+    assert!(matches!(rig.commit(ticket(1)), Err(TicketError::Gone(_))), "a stranger's commit repeats nothing");
     rig.check_tokens();
 }
 
@@ -341,8 +343,9 @@ fn a_sequence_alone_waits_for_pages_that_a_reservation_holds() {
     assert_eq!(rig.scheduler.counts().full.free, 0);
     rig.run();
     assert_eq!(rig.outcome(ticket(1)), None, "it waits");
-    rig.now += TTL;
-    rig.expire();
+    rig.cancel(ticket(2)).unwrap();
+    let newcomer = rig.reserve(ticket(3), &peer("prefill", 1), spec(3, 1, 1));
+    assert_eq!(newcomer, Err(Refusal::GrowthFirst), "free pages are not a newcomer's while somebody waits");
     rig.run();
     assert_eq!(rig.outcome(ticket(1)), FINISHED);
     assert_eq!(rig.scheduler.counts().preemptions, 0);

@@ -85,14 +85,14 @@ impl Run {
             }
             Event::Begin(pick) => {
                 if let Some(id) = self.pick(Phase::Reserved, pick) {
-                    self.rig.begin(id).unwrap();
+                    self.rig.begin(id).expect("the event fits the ticket's phase");
                 }
             }
             Event::Send(pick, count) => {
                 if let Some(id) = self.pick(Phase::Landing, pick) {
                     for i in 0..count.into() {
                         if !self.rig.senders[&id].unsent.is_empty() {
-                            self.rig.send(id, i).unwrap();
+                            self.rig.send(id, i).expect("the event fits the ticket's phase");
                         }
                     }
                 }
@@ -100,7 +100,7 @@ impl Run {
             Event::SendAllAndCommit(pick) => {
                 if let Some(id) = self.pick(Phase::Landing, pick) {
                     self.rig.send_all(id);
-                    self.rig.commit(id).unwrap();
+                    self.rig.commit(id).expect("the event fits the ticket's phase");
                 }
             }
             Event::Commit(pick) => {
@@ -173,11 +173,11 @@ impl Run {
     /// Every sender finishes, every writer is fenced: then the batch must run dry by itself.
     fn settle(&mut self) {
         for id in self.in_phase(Phase::Reserved) {
-            self.rig.begin(id).unwrap();
+            self.rig.begin(id).expect("the event fits the ticket's phase");
         }
         for id in self.in_phase(Phase::Landing) {
             self.rig.send_all(id);
-            self.rig.commit(id).unwrap();
+            self.rig.commit(id).expect("the event fits the ticket's phase");
         }
         for id in self.rig.fences.clone() {
             self.rig.fence(id);
@@ -192,7 +192,9 @@ impl Run {
         // Every slot is back as well.
         for _ in 0..counts.slots {
             self.reserved += 1;
-            self.rig.reserve(ticket(self.reserved), &peer("prefill", 1), spec(1, 1, 1)).unwrap();
+            self.rig
+                .reserve(ticket(self.reserved), &peer("prefill", 1), spec(1, 1, 1))
+                .expect("the event fits the ticket's phase");
         }
     }
 }

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use kv::{KvSlice, PageMap, PageTables};
+use scheduler::Taken;
 use scheduler::plan::StepPlan;
-use scheduler::ticket::Taken;
 use scheduler::{
     AbortReason, DecodeAction, DecodeConfig, DecodeScheduler, Outcome, Phase, Refusal, ReserveRequest, SequenceSpec,
     TicketError,

@@ -5,7 +5,7 @@
 use super::control::Stop;
 use super::recipient::{is_recipient, recipient};
 use super::{ANALYSIS, COMMENTARY, FINAL};
-use crate::chat::{Channel, ContentType, Header, Recipient, Role};
+use crate::chat::{Channel, ContentType, Header, Role};
 
 const CHANNELS: [&str; 3] = [ANALYSIS, COMMENTARY, FINAL];
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
@@ -146,8 +146,7 @@ impl Draft {
 struct Parts<'h> {
     role: Option<Role>,
     name: Option<&'h str>,
-    /// The first word of the next run may be a role.
-    expects_role: Origin,
+    origin: Origin,
     recipient: Option<&'h str>,
     /// A word without `to=` that can only be a recipient.
     bare_recipient: Option<&'h str>,
@@ -168,7 +167,7 @@ impl<'h> Parts<'h> {
         Self {
             role: if let Origin::Prompt(role) = origin { Some(role) } else { None },
             name: None,
-            expects_role: origin,
+            origin,
             recipient: None,
             bare_recipient: None,
             known_channel: None,
@@ -181,7 +180,7 @@ impl<'h> Parts<'h> {
 
     /// No part was found but the role that was there before.
     fn is_empty(&self) -> bool {
-        let has_role = self.role.is_some() && self.expects_role == Origin::Start;
+        let has_role = self.role.is_some() && self.origin == Origin::Start;
         !has_role && self.recipient.is_none() && self.plain_type.is_none()
     }
 
@@ -198,7 +197,7 @@ impl<'h> Parts<'h> {
         Header {
             role,
             name: self.name.map(str::to_owned),
-            recipient: written.and_then(|written| -> Option<Recipient> { recipient(written, role, tools) }),
+            recipient: written.and_then(|written| recipient(written, role, tools)),
             channel,
             content_type: (self.is_constrained || r#type.is_some())
                 .then(|| ContentType { constrained: self.is_constrained, name: r#type.unwrap_or_default().to_owned() }),
@@ -267,20 +266,14 @@ impl<'h> Parts<'h> {
 
     fn role_off_the_front(&mut self, text: &'h str, is_last: bool) -> &'h str {
         let (word, rest) = first_word(text);
-        // A word alone, or before another part of the header, stands where the role does; before plain text it is text.
-        let is_alone = rest.trim().is_empty()
-            || rest.trim_start().starts_with("to=")
-            || !is_last && self.expects_role == Origin::Start;
-        let is_role = match self.expects_role {
-            Origin::Start => known_role(word).is_some() || word.starts_with("to=") || is_alone,
-            Origin::Prompt(role) => known_name(word, &[role.as_str()]).is_some_and(|_| word.starts_with(role.as_str())),
-            Origin::Implied => word == Role::Assistant.as_str() || is_alone && !is_last && known_role(word).is_some(),
+        let is_role = match self.origin {
+            _ if word.is_empty() || word.starts_with("to=") => false,
+            // An unknown role is one only where a role must be; before plain text it is the beginning of the text.
+            Origin::Start => known_role(word).is_some() || !is_last || is_before_header_part(rest),
+            Origin::Prompt(role) => spells(word, role.as_str()),
+            Origin::Implied => spells(word, Role::Assistant.as_str()) || !is_last && known_role(word).is_some(),
         };
-        if !is_role || word.starts_with("to=") {
-            return text;
-        }
-        self.take_role(word);
-        rest
+        if is_role && self.take_role(word) { rest } else { text }
     }
 
     fn channel_off_the_front(&mut self, text: &'h str, is_last: bool) -> &'h str {
@@ -289,9 +282,9 @@ impl<'h> Parts<'h> {
             Some(at) => text.trim_start().split_at(at),
             None => (word, rest),
         };
-        // An unknown name is one only where a name must be; before plain text it is the beginning of the text.
-        let stands_alone = rest.trim().is_empty() || rest.trim_start().starts_with("to=") || !is_last;
-        if known_name(name, &CHANNELS).is_none() && !stands_alone && name.contains(char::is_alphanumeric) {
+        // As with roles: nothing of a text is lost that only looks like the name of a channel.
+        let is_name = known_name(name, &CHANNELS).is_some() || !is_last || is_before_header_part(rest);
+        if !is_name && name.contains(char::is_alphanumeric) {
             return text;
         }
         self.take_channel(name);
@@ -301,16 +294,16 @@ impl<'h> Parts<'h> {
     /// Takes `word` as the role, if one may stand here.
     fn take_role(&mut self, word: &'h str) -> bool {
         let known = known_role(word);
-        let is_first = self.role.is_none() && self.bare_recipient.is_none() && self.plain_type.is_none();
-        match (self.expects_role, known) {
+        let is_first_plain = self.role.is_none() && self.bare_recipient.is_none() && self.plain_type.is_none();
+        match (self.origin, known) {
             // The role once more.
             (_, Some((role, _))) if self.role == Some(role) => true,
-            (Origin::Start | Origin::Implied, Some((role, name))) if is_first => {
+            (Origin::Start | Origin::Implied, Some((role, name))) if is_first_plain => {
                 (self.role, self.name) = (Some(role), name);
                 true
             }
             // A tool's name stands in the role's place.
-            (Origin::Start, None) if is_first => {
+            (Origin::Start, None) if is_first_plain && self.recipient.is_none() => {
                 (self.role, self.name) = (Some(Role::Tool), Some(word));
                 true
             }
@@ -377,6 +370,16 @@ fn known_role(word: &str) -> Option<(Role, Option<&str>)> {
 /// The name in `names` that `word` spells, once or several times, with punctuation and digits anywhere around it.
 fn known_name(word: &str, names: &[&'static str]) -> Option<&'static str> {
     let letters: String = word.chars().filter(|c| c.is_alphabetic()).collect();
-    let spells = |name: &&&str| !letters.is_empty() && letters.replace(**name, "").is_empty();
-    names.iter().find(spells).copied()
+    names.iter().find(|name| spells(&letters, name)).copied()
+}
+
+/// Whether `word` is `name`, once or several times.
+fn spells(word: &str, name: &str) -> bool {
+    !word.is_empty() && word.replace(name, "").is_empty()
+}
+
+/// Whether what follows a word is the end of a run, or a recipient.
+fn is_before_header_part(rest: &str) -> bool {
+    let rest = rest.trim_start();
+    rest.is_empty() || rest.starts_with("to=")
 }

@@ -16,7 +16,7 @@ pub(super) fn type_of(schema: &Value, indent: &str) -> String {
     if let Some(variants) = variants(schema) {
         let line = |variant| {
             let comments =
-                text(variant, "description").map(str::to_owned).into_iter().chain(default(variant, Literals::Quoted));
+                text(variant, "description").map(str::to_owned).into_iter().chain(default(variant, EnumDefault::Json));
             format!("\n{}", one_of_variant(variant, indent, comments.collect()))
         };
         return variants.iter().map(line).collect();
@@ -84,7 +84,7 @@ fn plain_property(key: &str, property: &Value, indent: &str, out: &mut String) {
     }
     examples(property, indent, out);
     let written = nullable(property, type_of(property, &format!("{indent}{PROPERTY_INDENT}")));
-    let default = default(property, Literals::AsEnum).map(|default| format!(" // {default}")).unwrap_or_default();
+    let default = default(property, EnumDefault::Bare).map(|default| format!(" // {default}")).unwrap_or_default();
     out.push_str(&format!("{indent}{key}: {written},{default}\n"));
 }
 
@@ -96,14 +96,14 @@ fn one_of_property(key: &str, property: &Value, variants: &[Value], indent: &str
     let is_of_first =
         variants.first().is_some_and(|first| description.is_some() && text(first, "description") == description);
     let own = description.filter(|_| !is_of_first).map(str::to_owned);
-    for comment in own.into_iter().chain(default(property, Literals::AsEnum)) {
+    for comment in own.into_iter().chain(default(property, EnumDefault::Bare)) {
         out.push_str(&format!("{indent}// {comment}\n"));
     }
     out.push_str(&format!("{indent}{key}:\n"));
     for (i, variant) in variants.iter().enumerate() {
         let is_new = |text: &&str| description.is_none_or(|description| i > 0 && *text != description);
         let trailing = text(variant, "description").filter(is_new).map(str::to_owned);
-        let comments = trailing.into_iter().chain(default(variant, Literals::AsEnum)).collect();
+        let comments = trailing.into_iter().chain(default(variant, EnumDefault::Bare)).collect();
         out.push_str(&one_of_variant(variant, indent, comments));
         out.push('\n');
     }
@@ -135,23 +135,110 @@ fn nullable(schema: &Value, written: String) -> String {
     if schema["nullable"] == true && !written.contains("null") { format!("{written} | null") } else { written }
 }
 
-/// How a default that is a text is written.
+/// How a text is written that is the default of a schema with an enumeration; without one it stands in quotes as it is.
 #[derive(Clone, Copy, PartialEq)]
-enum Literals {
-    /// In quotes.
-    Quoted,
-    /// Without them if the schema enumerates values: properties and their variants.
-    AsEnum,
+enum EnumDefault {
+    /// As JSON: in the variants of a type.
+    Json,
+    /// As it is: at properties and in their variants.
+    Bare,
 }
 
-fn default(schema: &Value, literals: Literals) -> Option<String> {
-    let is_enum = literals == Literals::AsEnum && schema["enum"].as_array().is_some_and(|values| !values.is_empty());
+fn default(schema: &Value, enum_default: EnumDefault) -> Option<String> {
+    let is_enum = schema["enum"].as_array().is_some_and(|values| !values.is_empty());
     let default = match schema.get("default")? {
-        Value::String(text) if is_enum => text.clone(),
-        Value::String(text) => format!("\"{text}\""),
+        Value::String(text) if !is_enum => format!("\"{text}\""),
+        Value::String(text) if enum_default == EnumDefault::Bare => text.clone(),
         // The published renderer writes no plus sign into exponents.
         number @ Value::Number(_) => number.to_string().replace("e+", "e"),
         other => other.to_string(),
     };
     Some(format!("default: {default}"))
+}
+
+/// The expected types were written by the published renderer, version 0.0.8.
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::type_of;
+
+    #[track_caller]
+    fn assert_properties(properties: Value, expected: &str) {
+        let schema = json!({"type": "object", "properties": properties});
+        assert_eq!(type_of(&schema, ""), format!("{{\n{expected}\n}}"));
+    }
+
+    #[test]
+    fn one_description_is_enough_for_a_one_of() {
+        let described = |property: Option<&str>, first: &str, second: &str| {
+            let variant = |text: &str| json!({"type": "string", "description": text});
+            let mut schema = json!({"oneOf": [variant(first), variant(second)]});
+            if let Some(text) = property {
+                schema["description"] = json!(text);
+            }
+            schema
+        };
+        let properties = json!({
+            "other": described(Some("x"), "y", "z"),
+            "same": described(Some("x"), "x", "x"),
+            "none": described(None, "y", ""),
+        });
+        let expected = "// x\nother?:\n | string\n | string // z\n,\nsame?:\n | string\n | string\n,\nnone?:\n | string // y\n | string // \n,";
+        assert_properties(properties, expected);
+    }
+
+    #[test]
+    fn defaults() {
+        let properties = json!({
+            "text": {"type": "string", "default": "q\"uo\nte"},
+            "enumerated": {"type": "string", "enum": ["x"], "default": "x"},
+            "empty": {"enum": [], "default": "q"},
+            "list": {"type": "array", "items": {}, "default": ["ü\t", {"b": 1, "a": 2}]},
+            "large": {"type": "number", "default": 1e22},
+            "null": {"default": null},
+        });
+        let expected = "text?: string, // default: \"q\"uo\nte\"\nenumerated?: \"x\", // default: x\nempty?: any, // default: \"q\"\nlist?: any[], // default: [\"ü\\t\",{\"b\":1,\"a\":2}]\nlarge?: number, // default: 1e22\nnull?: any, // default: null";
+        assert_properties(properties, expected);
+    }
+
+    #[test]
+    fn defaults_in_variants_of_a_type_are_json_if_enumerated() {
+        let variants = json!([
+            {"type": "string", "default": "a\nb"},
+            {"type": "string", "enum": ["x"], "default": "a\nb", "description": "d"},
+        ]);
+        let expected = "\n | string // default: \"a\nb\"\n | \"x\" // d default: \"a\\nb\"";
+        assert_eq!(type_of(&json!({"oneOf": variants}), ""), expected);
+        let properties = json!({"p": {"oneOf": variants}});
+        assert_properties(properties, "p?:\n | string // default: \"a\nb\"\n | \"x\" // d default: a\nb\n,");
+    }
+
+    #[test]
+    fn titles_and_examples() {
+        let properties = json!({
+            "plain": {"type": "string", "title": "T", "description": "D", "examples": ["e", 2]},
+            "one_of": {"oneOf": [{"type": "string"}], "title": "T", "description": "D", "examples": ["e"], "default": 1},
+        });
+        let expected = "// T\n//\n// D\n// Examples:\n// - \"e\"\nplain?: string,\n// T\n//\n// Examples:\n// - \"e\"\n// D\n// default: 1\none_of?:\n | string\n,";
+        assert_properties(properties, expected);
+    }
+
+    #[test]
+    fn nullable_unless_null_is_there_already() {
+        let properties = json!({
+            "s": {"type": "string", "nullable": true},
+            "l": {"type": "array", "items": {"type": ["string", "null"]}, "nullable": true},
+            "o": {"oneOf": [{"type": "boolean", "nullable": true}], "nullable": true},
+        });
+        assert_properties(properties, "s?: string | null,\nl?: string | null[],\no?:\n | boolean | null\n,");
+    }
+
+    #[test]
+    fn objects_inside_objects_and_variants_are_indented() {
+        let inner = json!({"type": "object", "description": "D", "properties": {"z": {"type": "integer"}}});
+        let properties = json!({"o": inner, "v": {"oneOf": [{"type": "object", "properties": {"u": inner}}]}, "l": {"type": "array", "items": inner}});
+        let expected = "// D\no?:     // D\n{\n    z?: number,\n    },\nv?:\n | {\n   // D\n   u?:        // D\n{\n       z?: number,\n       },\n   }\n,\nl?:     // D\n{\n    z?: number,\n    }[],";
+        assert_properties(properties, expected);
+    }
 }

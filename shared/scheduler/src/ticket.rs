@@ -125,6 +125,11 @@ enum State {
     Ended(Outcome),
 }
 
+impl State {
+    /// What a ticket is while a transition has its pages in hand: should one panic, it has ended.
+    const MOVING: Self = Self::Ended(Outcome::Aborted(AbortReason::TransferFailed));
+}
+
 /// What a ticket held when it ended.
 #[derive(Debug)]
 pub(crate) struct Released {
@@ -210,7 +215,7 @@ impl Ticket {
         context_tokens: u32,
     ) -> Result<PageTables, TicketError> {
         self.check_sender(from)?;
-        match std::mem::replace(&mut self.state, State::Ended(Outcome::Aborted(AbortReason::TransferFailed))) {
+        match std::mem::replace(&mut self.state, State::MOVING) {
             State::Reserved(reserve) => match reserve.land(self.id, sender, receiver, context_tokens) {
                 Ok(pages) => {
                     let tables = pages.tables();
@@ -248,7 +253,7 @@ impl Ticket {
     /// The sender says that it has sent everything.
     pub(crate) fn commit(&mut self, from: &PeerId) -> Result<Taken, TicketError> {
         self.check_sender(from)?;
-        match std::mem::replace(&mut self.state, State::Ended(Outcome::Aborted(AbortReason::TransferFailed))) {
+        match std::mem::replace(&mut self.state, State::MOVING) {
             State::Landing { pages, writer_gone } => match pages.commit() {
                 Ok(pages) => {
                     self.state = State::Committed(pages);
@@ -285,7 +290,7 @@ impl Ticket {
 
     /// A plan has taken the sequence in. Tells whether it is the first.
     pub(crate) fn run(&mut self) -> Taken {
-        match std::mem::replace(&mut self.state, State::Ended(Outcome::Aborted(AbortReason::Cancelled))) {
+        match std::mem::replace(&mut self.state, State::MOVING) {
             State::Committed(pages) => {
                 self.state = State::Running(pages);
                 Taken::First

@@ -1,4 +1,8 @@
 //! The batch: which rows a step computes, and what its outputs mean.
+//!
+//! A row computes every known token that is not in the cache yet. That is one for plain decoding; a drafter above the scheduler makes it
+//! several (`max_row_tokens` bounds them, since it decides how many window pages a sequence sets aside), and page tables allow the next row
+//! to begin inside this one, when drafts were rejected.
 
 use kv::SequencePages;
 use types::{SampledToken, SlotId, TicketId, TokenId};

@@ -14,9 +14,7 @@ use crate::{endless, peer, reference, spec, ticket};
 enum Event {
     Reserve { prompt_tokens: u32, max_tokens: u32, resumed: u32, stops: bool, incarnation: u64 },
     Begin(Index),
-    Send(Index, u8),
-    SendAllAndCommit(Index),
-    Commit(Index),
+    Landing(Index, LandingEvent),
     LateMessages(Index),
     Cancel(Index),
     Pass(u64),
@@ -25,6 +23,26 @@ enum Event {
     Scribble,
     Plan,
     Complete,
+}
+
+/// What may happen to a ticket that is landing.
+#[derive(Debug, Clone)]
+enum LandingEvent {
+    Send(u8),
+    SendAllAndCommit,
+    Commit,
+    WriterGone,
+    Duplicate,
+}
+
+fn landing_event() -> impl Strategy<Value = LandingEvent> {
+    prop_oneof![
+        3 => any::<u8>().prop_map(LandingEvent::Send),
+        6 => Just(LandingEvent::SendAllAndCommit),
+        1 => Just(LandingEvent::Commit),
+        1 => Just(LandingEvent::WriterGone),
+        1 => Just(LandingEvent::Duplicate),
+    ]
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -38,9 +56,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         4 => reserve,
         4 => any::<Index>().prop_map(Event::Begin),
-        3 => (any::<Index>(), any::<u8>()).prop_map(|(pick, count)| Event::Send(pick, count)),
-        6 => any::<Index>().prop_map(Event::SendAllAndCommit),
-        1 => any::<Index>().prop_map(Event::Commit),
+        12 => (any::<Index>(), landing_event()).prop_map(|(pick, event)| Event::Landing(pick, event)),
         1 => any::<Index>().prop_map(Event::LateMessages),
         1 => any::<Index>().prop_map(Event::Cancel),
         1 => (0..2_000u64).prop_map(Event::Pass),
@@ -88,29 +104,9 @@ impl Run {
                     self.rig.begin(id).expect("the event fits the ticket's phase");
                 }
             }
-            Event::Send(pick, count) => {
+            Event::Landing(pick, event) => {
                 if let Some(id) = self.pick(Phase::Landing, pick) {
-                    for i in 0..count.into() {
-                        if !self.rig.senders[&id].unsent.is_empty() {
-                            self.rig.send(id, i).expect("the event fits the ticket's phase");
-                        }
-                    }
-                }
-            }
-            Event::SendAllAndCommit(pick) => {
-                if let Some(id) = self.pick(Phase::Landing, pick) {
-                    self.rig.send_all(id);
-                    self.rig.commit(id).expect("the event fits the ticket's phase");
-                }
-            }
-            Event::Commit(pick) => {
-                if let Some(id) = self.pick(Phase::Landing, pick) {
-                    let missing = self.rig.senders[&id].unsent.len();
-                    match self.rig.commit(id) {
-                        Ok(_) => assert_eq!(missing, 0),
-                        Err(TicketError::Incomplete(incomplete)) => assert_eq!(incomplete.missing as usize, missing),
-                        Err(error) => panic!("{error}"),
-                    }
+                    self.apply_to_landing(id, event);
                 }
             }
             Event::LateMessages(pick) => {
@@ -155,6 +151,40 @@ impl Run {
             }
         }
         self.check_counts();
+    }
+
+    fn apply_to_landing(&mut self, id: TicketId, event: LandingEvent) {
+        let missing = self.rig.senders[&id].unsent.len();
+        match event {
+            LandingEvent::Send(count) => {
+                for i in 0..missing.min(count.into()) {
+                    self.rig.send(id, i).expect("the slice is expected");
+                }
+            }
+            LandingEvent::SendAllAndCommit => {
+                self.rig.send_all(id);
+                self.rig.commit(id).expect("everything has landed");
+            }
+            LandingEvent::Commit => match self.rig.commit(id) {
+                Ok(_) => assert_eq!(missing, 0),
+                Err(TicketError::Incomplete(incomplete)) => assert_eq!(incomplete.missing as usize, missing),
+                Err(error) => panic!("{error}"),
+            },
+            LandingEvent::WriterGone => {
+                self.rig.fence(id);
+                assert_eq!(self.rig.outcome(id).is_none(), missing == 0);
+            }
+            LandingEvent::Duplicate => self.duplicate(id),
+        }
+    }
+
+    fn duplicate(&mut self, id: TicketId) {
+        let sender = &self.rig.senders[&id];
+        let Some(slice) = sender.map.slices().find(|slice| !sender.unsent.contains(slice)) else { return };
+        let refused = self.rig.scheduler.slice_arrived(id, &sender.peer, &slice).expect_err("it had arrived");
+        let duplicate = TicketError::Slice(kv::SliceError::Duplicate { slice });
+        // Nobody may send once the writer is fenced, not even what had arrived.
+        assert!(refused == duplicate || matches!(refused, TicketError::Gone(_)), "{refused}");
     }
 
     fn check_counts(&self) {

@@ -231,6 +231,12 @@ impl<T> DevicePtr<T> {
     pub const fn address(&self) -> u64 {
         self.address
     }
+
+    /// The same address, for a kernel that reads the memory as other elements.
+    #[must_use]
+    pub const fn cast<U>(self) -> DevicePtr<U> {
+        DevicePtr { address: self.address, element: PhantomData }
+    }
 }
 
 impl<T> DevicePtrMut<T> {

@@ -45,11 +45,11 @@ impl Module {
         Ok(Self { shared: Arc::new(ModuleShared { device: device.shared.clone(), raw }) })
     }
 
-    /// The kernel `name`, ready for launches with `shared_bytes` of dynamic shared memory.
+    /// The kernel `name`, ready for launches with up to `max_shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
     /// `UnknownKernel`, or `Driver` if a block cannot have that much shared memory.
-    pub fn kernel(&self, name: &'static str, shared_bytes: u32) -> Result<Kernel> {
+    pub fn kernel(&self, name: &'static str, max_shared_bytes: u32) -> Result<Kernel> {
         self.shared.device.bind()?;
         let symbol = CString::new(name).map_err(|_| DeviceError::UnknownKernel { kernel: name })?;
         let mut raw = std::ptr::null_mut();
@@ -61,8 +61,8 @@ impl Module {
         check("cuModuleGetFunction", code)?;
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function is alive as long as the module.
-        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, shared_bytes as i32) })?;
-        Ok(Kernel { module: self.shared.clone(), raw, shared_bytes, name })
+        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, max_shared_bytes as i32) })?;
+        Ok(Kernel { module: self.shared.clone(), raw, name })
     }
 }
 
@@ -88,8 +88,8 @@ pub struct LaunchConfig {
     pub grid: [u32; 3],
     /// Threads of a block.
     pub threads: u32,
-    /// Blocks of a cluster, along x. 1: no cluster.
-    pub cluster: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
     /// Whether blocks may start while the preceding kernel of the stream still drains (programmatic dependent launch). Only for
     /// kernels that execute `griddepcontrol.wait` before they touch memory which another kernel writes or reads.
     pub overlap: bool,
@@ -99,7 +99,7 @@ impl LaunchConfig {
     /// `blocks` blocks of `threads` threads, overlapping the preceding kernel.
     #[must_use]
     pub const fn linear(blocks: u32, threads: u32) -> Self {
-        Self { grid: [blocks, 1, 1], threads, cluster: 1, overlap: true }
+        Self { grid: [blocks, 1, 1], threads, shared_bytes: 0, overlap: true }
     }
 }
 
@@ -108,7 +108,6 @@ impl LaunchConfig {
 pub struct Kernel {
     module: Arc<ModuleShared>,
     raw: CUfunction,
-    shared_bytes: u32,
     name: &'static str,
 }
 
@@ -135,21 +134,10 @@ impl Kernel {
     pub unsafe fn launch<A: KernelArgs>(&self, stream: &Stream, config: LaunchConfig, args: &A) -> Result<()> {
         self.module.device.bind()?;
         stream.hold_module(&self.module);
-        let attribute = |id, set: &dyn Fn(&mut CUlaunchAttributeValue)| {
-            let mut value = CUlaunchAttributeValue { pad: [0; 64] };
-            set(&mut value);
-            CUlaunchAttribute { id, pad: [0; 4], value }
-        };
-        let mut attributes = [
-            attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, &|value| {
-                value.programmaticStreamSerializationAllowed = i32::from(config.overlap);
-            }),
-            attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, &|value| {
-                value.clusterDim.x = config.cluster;
-                value.clusterDim.y = 1;
-                value.clusterDim.z = 1;
-            }),
-        ];
+        let mut value = CUlaunchAttributeValue { pad: [0; 64] };
+        value.programmaticStreamSerializationAllowed = i32::from(config.overlap);
+        let id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        let mut overlap = CUlaunchAttribute { id, pad: [0; 4], value };
         let launch = CUlaunchConfig {
             gridDimX: config.grid[0],
             gridDimY: config.grid[1],
@@ -157,10 +145,10 @@ impl Kernel {
             blockDimX: config.threads,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: self.shared_bytes,
+            sharedMemBytes: config.shared_bytes,
             hStream: stream.raw(),
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: if config.cluster > 1 { 2 } else { 1 },
+            attrs: &raw mut overlap,
+            numAttrs: 1,
         };
         let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: `A: KernelArgs` has the layout of the only parameter, which the driver copies before it returns; what the

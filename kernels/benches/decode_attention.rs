@@ -1,0 +1,60 @@
+//! Decode attention over contexts that do not fit the cache.
+
+use kernels::{DecodeAttention, KvCache, PageTable};
+
+use crate::harness::Bench;
+
+const DIM: usize = 64;
+const Q_HEADS: usize = 64;
+const KV_HEADS: usize = 8;
+const PAGE_TOKENS: usize = 64;
+
+pub(crate) fn run(bench: &mut Bench) {
+    bench.heading("Decode attention, bf16 pages of 64 tokens");
+    for context in [1024, 8192, 32_768] {
+        for batch in [1, 8, 32, 128] {
+            if batch * context <= 128 * 8192 {
+                attention(bench, batch, context, None);
+            }
+        }
+    }
+    for batch in [1, 8, 32, 128] {
+        attention(bench, batch, 1024, Some(128));
+    }
+    println!();
+}
+
+fn attention(bench: &mut Bench, batch: usize, context: usize, window: Option<usize>) {
+    // Layers rotate through at least 256 MB.
+    let layer_bytes = batch * context * KV_HEADS * DIM * 4;
+    let layers = (256_usize << 20).div_ceil(layer_bytes).min(12);
+    let width = context.div_ceil(PAGE_TOKENS);
+    let pages = batch * width;
+    let mut cache = KvCache::new(&bench.stream, pages, layers, KV_HEADS, PAGE_TOKENS).unwrap();
+    cache.pool = bench.values(cache.pool.len());
+    // Neighbouring pages of a sequence are scattered.
+    let table: Vec<i32> = (0..pages).map(|i| (i * 7919 % pages) as i32).collect();
+    let (table, contexts) = (bench.upload(&table), bench.upload(&vec![context as i32; batch]));
+    let (q, sinks) = (bench.values(batch * Q_HEADS * DIM), bench.values(Q_HEADS));
+    let mut out = bench.zeros(batch * Q_HEADS * DIM);
+    let mut workspace = kernels::Workspace::new(&bench.stream).unwrap();
+    let us = bench.time(24, |i| {
+        DecodeAttention {
+            q: q.view(),
+            sinks: sinks.view(),
+            cache: &cache,
+            layer: i % layers,
+            contexts: contexts.view(),
+            table: PageTable { pages: table.view(), width, first_page: None },
+            window,
+            max_context: context,
+            out: out.view_mut(),
+            workspace: &mut workspace,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    let keys = window.map_or(context, |window| window.min(context));
+    let bytes = batch * (keys * KV_HEADS * DIM * 4 + 2 * Q_HEADS * DIM * 2);
+    let window = window.map_or(String::new(), |window| format!(", window {window}"));
+    bench.row("decode attention", &format!("batch {batch}, context {context}{window}"), us, bytes);
+}

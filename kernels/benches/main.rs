@@ -1,0 +1,23 @@
+//! Times every kernel at the real shapes of gpt-oss-20b and 120b on one GPU and prints tables in Markdown.
+//!
+//! Each figure is the median of 9 replays of a CUDA graph that holds a kernel many times over, on operands that rotate through more
+//! memory than the L2 cache holds: weights come from HBM, as they do in a decode step. Launches overlap (programmatic dependent
+//! launch), so the time is that of a kernel among others. *share* is bytes a microsecond over the copy rate (bytes read plus bytes
+//! written) measured in the same run. Bytes are those that must be moved: each operand once.
+
+mod decode_attention;
+mod harness;
+mod skinny_gemm;
+mod token_wise;
+
+use harness::Bench;
+
+fn main() {
+    let Some(mut bench) = Bench::open() else { return };
+    println!("# Kernels on one {}\n", bench.device_name());
+    println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
+    token_wise::run(&mut bench);
+    skinny_gemm::dense(&mut bench);
+    skinny_gemm::experts(&mut bench);
+    decode_attention::run(&mut bench);
+}

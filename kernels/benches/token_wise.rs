@@ -1,0 +1,142 @@
+//! Kernels that touch each token's values once: bound by latency in decode.
+
+use device::DeviceBuffer;
+use kernels::{Combine, CombineNorm, Dispatch, ExpertWeights, KvCache, PageTable, RmsNorm, RopeKv, Router, Routing};
+
+use crate::harness::Bench;
+
+const HIDDEN: usize = 2880;
+const TOP: usize = 4;
+const LAUNCHES: usize = 100;
+
+pub(crate) fn run(bench: &mut Bench) {
+    bench.heading("Token-wise kernels");
+    for tokens in [1, 8, 32, 128, 8192] {
+        rmsnorm(bench, tokens);
+    }
+    for (experts, tokens) in [(32, 1), (32, 128), (128, 1), (128, 32), (128, 128), (128, 8192)] {
+        router(bench, experts, tokens);
+    }
+    for tokens in [1, 128, 8192] {
+        dispatch(bench, tokens);
+        combine(bench, tokens);
+        rope_kv(bench, tokens);
+    }
+    println!();
+}
+
+fn rmsnorm(bench: &Bench, tokens: usize) {
+    let (mut residual, delta) = (bench.values(tokens * HIDDEN), bench.values(tokens * HIDDEN));
+    let (weight, mut out) = (bench.values(HIDDEN), bench.zeros(tokens * HIDDEN));
+    let us = bench.time(LAUNCHES, |_| {
+        RmsNorm {
+            residual: residual.view_mut(),
+            delta: Some(delta.view()),
+            weight: weight.view(),
+            out: out.view_mut(),
+            eps: 1e-5,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    bench.row("rmsnorm", &format!("{tokens} x {HIDDEN}, with residual add"), us, tokens * HIDDEN * 8 + HIDDEN * 2);
+}
+
+fn router(bench: &Bench, num_experts: usize, tokens: usize) {
+    let (x, weight, bias) =
+        (bench.values(tokens * HIDDEN), bench.values(num_experts * HIDDEN), bench.values(num_experts));
+    let (mut experts, mut weights) = (bench.zeros(tokens * TOP), bench.zeros(tokens * TOP));
+    let us = bench.time(LAUNCHES, |_| {
+        Router {
+            x: x.view(),
+            weight: weight.view(),
+            bias: bias.view(),
+            experts: experts.view_mut(),
+            weights: weights.view_mut(),
+            logits: None,
+            top: TOP,
+            mode: ExpertWeights::Bf16,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    let shape = format!("{tokens} tokens, {num_experts} experts");
+    bench.row("router", &shape, us, (tokens + num_experts) * HIDDEN * 2 + tokens * TOP * 8);
+}
+
+/// Picks that spread evenly.
+pub(crate) fn picks(bench: &Bench, tokens: usize, num_experts: usize, shift: usize) -> DeviceBuffer<i32> {
+    let mut state = 0x9e37_79b9_u32.wrapping_mul(shift as u32 + 1);
+    let mut pairs = Vec::with_capacity(tokens * TOP);
+    for _ in 0..tokens {
+        let row = pairs.len();
+        while pairs.len() < row + TOP {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let expert = (state >> 8) as i32 % num_experts as i32;
+            if !pairs[row..].contains(&expert) {
+                pairs.push(expert);
+            }
+        }
+    }
+    bench.upload(&pairs)
+}
+
+fn dispatch(bench: &Bench, tokens: usize) {
+    let num_experts = 128;
+    let mut routing = Routing::new(&bench.stream, tokens, TOP, num_experts, 16).unwrap();
+    let experts = picks(bench, tokens, num_experts, 0);
+    let us = bench.time(LAUNCHES, |_| {
+        Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
+            .enqueue(&bench.kernels, &bench.stream)
+    });
+    bench.row("dispatch", &format!("{tokens} tokens, {num_experts} experts"), us, tokens * TOP * 12);
+}
+
+fn combine(bench: &Bench, tokens: usize) {
+    let (y, mut residual) = (bench.values(tokens * TOP * HIDDEN), bench.values(tokens * HIDDEN));
+    let weights = bench.upload(&vec![0.25_f32; tokens * TOP]);
+    let slot = bench.upload(&(0..(tokens * TOP) as i32).collect::<Vec<_>>());
+    let (norm_weight, mut out) = (bench.values(HIDDEN), bench.zeros(tokens * HIDDEN));
+    let us = bench.time(LAUNCHES, |_| {
+        CombineNorm {
+            combine: Combine {
+                y: y.view(),
+                weights: weights.view(),
+                slot: slot.view(),
+                out: out.view_mut(),
+                hidden: HIDDEN,
+                top: TOP,
+            },
+            residual: residual.view_mut(),
+            norm_weight: norm_weight.view(),
+            eps: 1e-5,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    bench.row("combine + rmsnorm", &format!("{tokens} x 4 x {HIDDEN}"), us, tokens * HIDDEN * (TOP * 2 + 6));
+}
+
+fn rope_kv(bench: &Bench, tokens: usize) {
+    let (q_heads, kv_heads, page_tokens) = (64, 8, 64);
+    let qkv = bench.values(tokens * 5120);
+    let mut q = bench.zeros(tokens * 4096);
+    let pages = tokens.div_ceil(page_tokens);
+    let mut cache = KvCache::new(&bench.stream, pages, 12, kv_heads, page_tokens).unwrap();
+    let positions = bench.upload(&(0..tokens as i32).collect::<Vec<_>>());
+    let sequences = bench.zeros::<i32>(tokens);
+    let table = bench.upload(&(0..pages as i32).collect::<Vec<_>>());
+    let angles = bench.upload(&vec![[0.6_f32, 0.8]; tokens * 32]);
+    let us = bench.time(LAUNCHES, |i| {
+        RopeKv {
+            qkv: qkv.view(),
+            q: q.view_mut(),
+            cache: &mut cache,
+            layer: i % 12,
+            angles: angles.view(),
+            positions: positions.view(),
+            sequences: Some(sequences.view()),
+            table: PageTable { pages: table.view(), width: pages, first_page: None },
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    let shape = format!("{tokens} tokens, {q_heads} + 2 x {kv_heads} heads");
+    bench.row("rope + kv write", &shape, us, tokens * (5120 * 4 + 32 * 8));
+}

@@ -1,0 +1,168 @@
+// One thin function per PTX instruction, sm_90a. Nothing here decides anything.
+#pragma once
+#include <cuda_bf16.h>
+#include <cstdint>
+
+namespace ptx {
+
+// --- programmatic dependent launch -----------------------------------------------------------------------------------
+
+// Blocks until every kernel that this one depends on has finished and its writes are visible. Each kernel here executes it
+// before its first dependent read and before its first write, so completion is transitive along a stream.
+__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets the next kernel of the stream start its prologue on free multiprocessors.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// --- shared-memory addresses and barriers ------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Orders this thread's shared-memory writes before later reads by the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Waits until the phase of parity `phase` has completed.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra finished;\n"
+        "bra again;\n"
+        "finished:\n"
+        "}\n" ::"r"(shared_address(barrier)),
+        "r"(phase)
+        : "memory");
+}
+
+// A barrier among `threads` threads of the block; `id` 1 to 15.
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- clusters ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of the cluster; shared-memory writes before it are visible to the cluster after it.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Reads a float that lies at `local` in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float read_cluster(const float* local, uint32_t rank) {
+    uint32_t address;
+    float value;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// --- copies ------------------------------------------------------------------------------------------------------------
+
+// Contiguous copy by the copy engine; address, destination and size are multiples of 16. Weights pass once: evict first.
+__device__ __forceinline__ void bulk_copy_once(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+    constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+        : "memory");
+}
+
+// Box of a tensor map whose first element is (row, col).
+__device__ __forceinline__ void tensor_copy(void* shared, const void* map, int32_t col, int32_t row, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(shared)),
+        "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// Brings a line towards the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// --- matrix fragments, one warp ----------------------------------------------------------------------------------------
+
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of a row (8 lanes a matrix).
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+}
+
+// d[16x8] += a[16x16] * b[16x8], bf16 operands, f32 sums. Lane (g = lane / 4, t = lane % 4) holds
+// a: rows g, g+8 of columns 2t, 2t+1 (a0, a1) and 2t+8, 2t+9 (a2, a3); b: rows 2t, 2t+1 (b0) and 2t+8, 2t+9 (b1) of column g;
+// d: row g (d0, d1) and g+8 (d2, d3) of columns 2t, 2t+1.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// --- arithmetic --------------------------------------------------------------------------------------------------------
+
+// 2^x, two ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two bf16 in a register, `low` in the low half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Elementwise product of two pairs of bf16.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+}  // namespace ptx

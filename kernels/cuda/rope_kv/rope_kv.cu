@@ -1,0 +1,72 @@
+// Rotates queries and keys by position (YaRN tables come from the host) and writes keys and values into their pages.
+//
+//   qkv      [tokens, (q_heads + 2 kv_heads) * dim] bf16: queries, keys, values
+//   q        [tokens, q_heads, dim] bf16, rotated
+//   angles   [positions, dim / 2] of {cos, sin} f32
+//   cache    pages of [layer of the group][kv head][K, V][token][dim] bf16
+//   position [tokens]; negative for padding rows, which write nothing to the cache
+//
+// Half-split form: channel i pairs with i + dim / 2. Block = one token; a thread takes 8 channels and their partners of one query or
+// key head, or 16 channels of a value head. Reads and writes each value once; bound by memory, for one token by latency.
+#include "../ptx/block_reduce.cuh"
+
+struct RopeKvArgs {
+    const __nv_bfloat16* qkv;
+    __nv_bfloat16* q;
+    __nv_bfloat16* cache;
+    const float2* angles;
+    const int32_t* position;
+    const int32_t* sequence;     // row of the page table of each token; null: the token itself
+    const int32_t* page_table;   // [sequences, table_width]
+    const int32_t* first_page;   // logical page of each row's first entry; null: 0
+    int64_t page_stride;         // elements
+    int64_t layer_offset;        // elements from a page's start
+    int32_t table_width;
+    int32_t page_tokens;
+    int32_t q_heads;
+    int32_t kv_heads;
+    int32_t dim;
+    int32_t padding;
+};
+static_assert(sizeof(RopeKvArgs) == 104);
+
+extern "C" __global__ void __launch_bounds__(1024) rope_kv(const __grid_constant__ RopeKvArgs args) {
+    const int half = args.dim / 2, pieces = half / 8, token = blockIdx.x;
+    const int head = threadIdx.x / pieces, channel = threadIdx.x % pieces * 8;
+    const int heads = args.q_heads + 2 * args.kv_heads;
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    if (head >= heads) return;
+    const int position = args.position[token];
+    const __nv_bfloat16* in = args.qkv + (static_cast<int64_t>(token) * heads + head) * args.dim + channel;
+    uint4 first = *reinterpret_cast<const uint4*>(in), second = *reinterpret_cast<const uint4*>(in + half);
+    const bool is_value = head >= args.q_heads + args.kv_heads;
+    if (!is_value) {
+        float a[8], b[8];
+        ptx::unpack8(first, a), ptx::unpack8(second, b);
+        const float2* angle = args.angles + static_cast<int64_t>(max(position, 0)) * half + channel;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float2 cos_sin = angle[i];
+            const float x = a[i], y = b[i];
+            a[i] = x * cos_sin.x - y * cos_sin.y;
+            b[i] = y * cos_sin.x + x * cos_sin.y;
+        }
+        first = ptx::pack8(a), second = ptx::pack8(b);
+    }
+    __nv_bfloat16* out;
+    if (head < args.q_heads) {
+        out = args.q + (static_cast<int64_t>(token) * args.q_heads + head) * args.dim + channel;
+    } else {
+        if (position < 0) return;
+        const int row = args.sequence ? args.sequence[token] : token;
+        const int entry = position / args.page_tokens - (args.first_page ? args.first_page[row] : 0);
+        const int64_t page = args.page_table[static_cast<int64_t>(row) * args.table_width + entry];
+        const int kv_head = (head - args.q_heads) % args.kv_heads;
+        const int64_t plane = static_cast<int64_t>(args.page_tokens) * args.dim;
+        out = args.cache + page * args.page_stride + args.layer_offset + (2 * kv_head + is_value) * plane +
+              static_cast<int64_t>(position % args.page_tokens) * args.dim + channel;
+    }
+    *reinterpret_cast<uint4*>(out) = first;
+    *reinterpret_cast<uint4*>(out + half) = second;
+}

@@ -1,0 +1,164 @@
+// logits[t, e] = sum_k x[t, k] * w[e, k] + b[e], f32 sums;  experts[t] = the TOP largest, lowest index among equals, descending;
+// weights[t] = softmax over those alone. In bf16 mode, as published, logits are rounded to bf16 before they are compared and
+// weights after the softmax; in f32 mode neither is.
+//
+// x [tokens, k] bf16, w [experts, k] bf16, b [experts] bf16; experts <= 128, k a multiple of 32.
+// A cluster of 6 blocks takes 8 tokens at a time and splits k (2880 = 6 x 15 x 32), since for few tokens latency is all there is. A
+// warp takes 16 experts (and a share of the block's k when there are fewer than 128): m16n8k16 with the experts as rows, operands
+// straight from global memory, k permuted alike on both sides so that a lane loads 16 bytes. The weights do not depend on the
+// preceding kernel: a warp holds its part in registers before it waits, and keeps it for all tokens. Block 0 adds the partial
+// logits in order of rank and finds the top: a warp a token. Shared memory: 8 KB.
+#include "../ptx/block_reduce.cuh"
+
+struct RouterArgs {
+    const __nv_bfloat16* x;
+    const __nv_bfloat16* weight;
+    const __nv_bfloat16* bias;
+    int32_t* experts;      // [tokens, top]
+    float* weights;        // [tokens, top]
+    float* logits;         // [tokens, num_experts] unrounded, or null
+    int32_t tokens;
+    int32_t num_experts;
+    int32_t k;
+    int32_t top;           // at most 8
+    int32_t round_bf16;
+    int32_t padding;
+};
+static_assert(sizeof(RouterArgs) == 72);
+
+namespace {
+
+constexpr int CLUSTER = 6;
+constexpr int WARPS = 8;
+constexpr int TOKENS = 8;          // of a cluster
+constexpr int MAX_EXPERTS = 128;
+
+// Order of floats as unsigned numbers, then lower index first: one maximum finds the winner.
+__device__ __forceinline__ uint64_t rank_key(float logit, int expert) {
+    const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are equal
+    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~expert);
+}
+
+__device__ void choose(const RouterArgs& args, const float (*logits)[TOKENS], int column, int token) {
+    const int lane = threadIdx.x % 32;
+    float value[MAX_EXPERTS / 32];
+    uint64_t key[MAX_EXPERTS / 32];
+#pragma unroll
+    for (int i = 0; i < MAX_EXPERTS / 32; ++i) {
+        const int expert = lane + 32 * i;
+        key[i] = 0;
+        if (expert >= args.num_experts) continue;
+        value[i] = logits[expert][column];
+        if (args.logits) args.logits[static_cast<int64_t>(token) * args.num_experts + expert] = value[i];
+        if (args.round_bf16) value[i] = __bfloat162float(__float2bfloat16(value[i]));
+        key[i] = rank_key(value[i], expert);
+    }
+    float mine = 0.0f, top_logit = 0.0f;  // lane j keeps the j-th
+    int winner = 0;
+    for (int j = 0; j < args.top; ++j) {
+        uint64_t best = 0;
+#pragma unroll
+        for (int i = 0; i < MAX_EXPERTS / 32; ++i) best = max(best, key[i]);
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) best = max(best, __shfl_xor_sync(~0u, best, lanes));
+        const int expert = static_cast<int>(~static_cast<uint32_t>(best));
+        float logit = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MAX_EXPERTS / 32; ++i) {
+            if (key[i] == best) key[i] = 0, logit = value[i];
+        }
+        logit = __shfl_sync(~0u, logit, expert % 32);
+        if (j == 0) top_logit = logit;
+        if (lane == j) mine = logit, winner = expert;
+    }
+    const float weight = lane < args.top ? expf(mine - top_logit) : 0.0f;
+    float share = weight / ptx::warp_sum(weight);
+    if (args.round_bf16) share = __bfloat162float(__float2bfloat16(share));
+    if (lane < args.top) {
+        args.experts[token * args.top + lane] = winner;
+        args.weights[token * args.top + lane] = share;
+    }
+}
+
+// BLOCKS: 32-blocks of k that a warp takes at most.
+template <int BLOCKS>
+__device__ void route(const RouterArgs& args) {
+    __shared__ float partial[WARPS * 16][TOKENS];  // [k share][expert][token], later the whole logits
+    __shared__ float sums[MAX_EXPERTS][TOKENS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int rank = ptx::cluster_rank();
+
+    const int strips = (args.num_experts + 15) / 16, shares = WARPS / strips;
+    const int strip = warp % strips, share = warp / strips;
+    const int blocks = args.k / 32, parts = CLUSTER * shares, part = rank * shares + share;
+    const int first = blocks * part / parts, count = share < shares ? blocks * (part + 1) / parts - first : 0;
+    uint4 weight[2][BLOCKS];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int expert = strip * 16 + g + 8 * half;
+        const __nv_bfloat16* row = args.weight + static_cast<int64_t>(expert) * args.k + first * 32 + 8 * t;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            weight[half][b] = make_uint4(0, 0, 0, 0);
+            if (expert < args.num_experts && b < count) weight[half][b] = *reinterpret_cast<const uint4*>(row + b * 32);
+        }
+    }
+
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    for (int first_token = blockIdx.x / CLUSTER * TOKENS; first_token < args.tokens;
+         first_token += gridDim.x / CLUSTER * TOKENS) {
+        const int token = min(first_token + g, args.tokens - 1);
+        const __nv_bfloat16* x = args.x + static_cast<int64_t>(token) * args.k + first * 32 + 8 * t;
+        uint4 columns[BLOCKS];
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            columns[b] = make_uint4(0, 0, 0, 0);
+            if (b < count) columns[b] = *reinterpret_cast<const uint4*>(x + b * 32);
+        }
+        float acc[2][4] = {};  // two chains
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            const uint4 low = weight[0][b], high = weight[1][b];
+            const uint32_t a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
+            ptx::mma_bf16(acc[0], a0, columns[b].x, columns[b].y);
+            ptx::mma_bf16(acc[1], a1, columns[b].z, columns[b].w);
+        }
+        if (share < shares) {
+            float(*mine)[TOKENS] = partial + (share * strips + strip) * 16;
+            mine[g][2 * t] = acc[0][0] + acc[1][0], mine[g][2 * t + 1] = acc[0][1] + acc[1][1];
+            mine[g + 8][2 * t] = acc[0][2] + acc[1][2], mine[g + 8][2 * t + 1] = acc[0][3] + acc[1][3];
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < strips * 16 * TOKENS; i += WARPS * 32) {
+            float sum = 0.0f;
+            for (int s = 0; s < shares; ++s) sum += partial[s * strips * 16 + i / TOKENS][i % TOKENS];
+            sums[i / TOKENS][i % TOKENS] = sum;
+        }
+        ptx::cluster_barrier();
+        if (rank == 0) {
+#pragma unroll 2
+            for (int i = threadIdx.x; i < args.num_experts * TOKENS; i += WARPS * 32) {
+                const int expert = i / TOKENS, column = i % TOKENS;
+                float logit = __bfloat162float(args.bias[expert]);
+#pragma unroll
+                for (int r = 0; r < CLUSTER; ++r) logit += ptx::read_cluster(&sums[expert][column], r);
+                partial[expert][column] = logit;
+            }
+            __syncthreads();
+            if (first_token + warp < args.tokens) choose(args, partial, warp, first_token + warp);
+        }
+        ptx::cluster_barrier();  // a block's sums stay until block 0 has read them
+    }
+}
+
+}  // namespace
+
+#define ROUTER(name, blocks)                                                                         \
+    extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WARPS * 32, 1)      \
+        name(const __grid_constant__ RouterArgs args) {                                              \
+        route<blocks>(args);                                                                         \
+    }
+ROUTER(router_4, 4)
+ROUTER(router_15, 15)

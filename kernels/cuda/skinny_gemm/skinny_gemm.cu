@@ -1,0 +1,434 @@
+// out[s, r] = epilogue(sum_k x[row(s), k] * W[expert(s)][r, k] + bias[expert(s)][r]) for few columns s (tokens or slots) a matrix.
+//
+//   weights  packed (packed/packed.cuh), bf16 or MXFP4, one matrix or one an expert
+//   x        [rows, k] bf16 row-major; row(s) = gather[s], or s
+//   out      [slots, rows of W] bf16 or f32; or [slots, rows / 2] bf16 after clamped SwiGLU
+//
+// Bound by memory: each weight is read once for each tile of up to NT x 8 slots of its expert. The work is a line of *units*: a unit
+// is a run of k-tiles of a group of 4 strips (64 rows), 4 bulk copies. Persistent blocks take contiguous, equally long parts of it.
+//
+//   consumer warps  warp w takes strips 2 (w % 2) and 2 (w % 2) + 1 of the group and every PARTS-th tile: an activation fragment
+//                   serves two strips, whose sums are independent chains. They hand over PARTS partial sums a group.
+//   producer warp   keeps `stages` units in flight, independent of everything else in the block
+//   epilogue warp   sums the partials in fixed order, adds bias, applies the activation, writes
+//
+// A group cut by the end of a block's part is finished by whoever arrives last: partial sums go through global memory and are added
+// in the order of the blocks. So the order of a sum depends on the matrix and the grid only: not on the batch, nor on timing.
+// The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met. With 8 columns two
+// blocks fit a multiprocessor, so the next kernel fills its stages while this one drains.
+//
+// Shared memory: stages; partial sums PARTS x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
+#include "../packed/packed.cuh"
+
+struct SkinnyArgs {
+    const uint8_t* weights;
+    const __nv_bfloat16* x;
+    const __nv_bfloat16* bias;   // [experts, rows of W], or null
+    void* out;
+    const int4* tiles;           // {expert, first slot, slots, 0}; null: one tile of all `tokens`
+    const int32_t* num_tiles;
+    const int32_t* gather;       // row of x of a slot; null: the slot itself
+    float4* partials;            // [blocks, 2, 4 strips, NT, 32]
+    uint32_t* counters;          // [groups of all tiles], zero between launches
+    uint64_t expert_bytes;       // from one expert's matrix to the next
+    int32_t tokens;
+    int32_t strips;              // of a matrix
+    int32_t groups;              // of 4 strips; the last may have fewer
+    int32_t k;
+    int32_t strip_tiles;         // k-tiles of a strip
+    int32_t unit_tiles;          // k-tiles of a unit; the last of a strip may have fewer
+    int32_t group_units;         // units of a group
+    int32_t x_units;             // units whose activations are held: all of a group's, or all of a block's
+    int32_t stages;
+    int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
+};
+static_assert(sizeof(SkinnyArgs) == 120);
+
+namespace {
+
+constexpr int GROUP = 4;  // strips
+constexpr int MAX_STAGES = 16;
+
+enum class Epilogue { BF16, F32, SWIGLU };
+
+struct Barriers {
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+    uint64_t sums_full, sums_empty;
+};
+
+// What does not change between kernels of one width.
+template <int NT_, int CONSUMERS_>
+struct Shape {
+    static constexpr int NT = NT_, CONSUMERS = CONSUMERS_, PARTS = CONSUMERS / 2;
+    static constexpr int THREADS = (CONSUMERS + 2) * 32;
+    static constexpr int BLOCKS = CONSUMERS == 8 ? 2 : 1;  // a multiprocessor
+};
+using Columns8 = Shape<1, 8>;
+using Columns16 = Shape<2, 16>;
+
+// The units [begin, end) of this block. A unit's index counts parts of groups of tiles.
+struct Range {
+    int begin, end, units, blocks;
+
+    __device__ Range(const SkinnyArgs& args, int num_tiles) {
+        units = num_tiles * args.groups * args.group_units;
+        blocks = min(static_cast<int>(gridDim.x), units);  // so that none in between is empty
+        const bool used = static_cast<int>(blockIdx.x) < blocks;
+        begin = used ? static_cast<int64_t>(units) * blockIdx.x / blocks : 0;
+        end = used ? static_cast<int64_t>(units) * (blockIdx.x + 1) / blocks : 0;
+    }
+    // The block whose range contains `unit`.
+    __device__ int owner(int unit) const {
+        return static_cast<int>((static_cast<int64_t>(unit + 1) * blocks - 1) / units);
+    }
+};
+
+// Walks through a range without dividing at each step.
+struct Cursor {
+    int index, tile, group, part;
+
+    __device__ Cursor(const SkinnyArgs& args, int first) : index(first) {
+        part = first % args.group_units;
+        const int group_index = first / args.group_units;
+        group = group_index % args.groups;
+        tile = group_index / args.groups;
+    }
+    __device__ void next(const SkinnyArgs& args) {
+        ++index;
+        if (++part == args.group_units) next_group(args);
+    }
+    __device__ void next_group(const SkinnyArgs& args) {
+        part = 0;
+        if (++group == args.groups) group = 0, ++tile;
+    }
+};
+
+__device__ __forceinline__ int4 tile_of(const SkinnyArgs& args, int tile) {
+    return args.tiles ? args.tiles[tile] : make_int4(0, 0, args.tokens, 0);
+}
+
+// By 4 lanes, each for one strip of the group.
+template <class Format>
+__device__ void produce(const SkinnyArgs& args, const Range& range, uint8_t* ring, Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    const int strip_bytes = args.unit_tiles * Format::TILE_BYTES;
+    int stage = 0;
+    uint32_t phase = 0;
+    for (Cursor unit(args, range.begin); unit.index < range.end; unit.next(args)) {
+        const int first = unit.part * args.unit_tiles;
+        const uint32_t bytes = min(args.unit_tiles, args.strip_tiles - first) * Format::TILE_BYTES;
+        const int strip = unit.group * GROUP + lane, strips = min(GROUP, args.strips - unit.group * GROUP);
+        const uint64_t offset = static_cast<uint64_t>(tile_of(args, unit.tile).x) * args.expert_bytes +
+                                (static_cast<uint64_t>(strip) * args.strip_tiles + first) * Format::TILE_BYTES;
+        if (lane == 0) {
+            ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
+            ptx::mbarrier_arrive_expect(&barriers.full[stage], bytes * strips);
+        }
+        __syncwarp();
+        if (lane < strips) {
+            ptx::bulk_copy_once(ring + (stage * GROUP + lane) * strip_bytes, args.weights + offset, bytes,
+                                &barriers.full[stage]);
+        }
+        if (++stage == args.stages) stage = 0, phase ^= 1;
+    }
+}
+
+// Copies the tile's rows of x into shared memory in fragment order, for the `x_units` units from `first_unit` on, cyclically. k beyond
+// the matrix is zero; columns beyond the tile stay as they are: no sum of another column sees them.
+//
+// A lane moves chunks of 8 values. Few columns: all lanes of a warp on one row. Eight: 4 chunks of each; the four stores of a
+// chunk then go in an order that depends on the column, which spreads a warp's 32 words over the 32 banks.
+template <class Format, class Shape>
+__device__ void load_activations(const SkinnyArgs& args, const int4& tile, int first_unit, uint4* x) {
+    constexpr int IN_FLIGHT = 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int unit_chunks = args.unit_tiles * Format::TILE_K / 8, chunks = args.x_units * unit_chunks;
+#pragma unroll
+    for (int n = 0; n < Shape::NT; ++n) {
+        const int columns = min(tile.z - n * 8, 8);
+        if (columns <= 0) break;
+        const int spread = columns == 1 ? 1 : columns == 2 ? 2 : columns <= 4 ? 4 : 8;  // columns a warp covers
+        const int column = lane / 4 % spread, rotation = column / 2;
+        const int step = Shape::CONSUMERS * 32 / spread;
+        const bool used = column < columns;
+        const int slot = tile.y + n * 8 + (used ? column : 0);
+        const __nv_bfloat16* row = args.x + static_cast<int64_t>(args.gather ? args.gather[slot] : slot) * args.k;
+        const int first = warp * (32 / spread) + lane / (4 * spread) * 4 + lane % 4;
+        for (int base = first; base < chunks; base += IN_FLIGHT * step) {
+            uint4 values[IN_FLIGHT];
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const int chunk = base + i * step;
+                int source = first_unit * unit_chunks + chunk;
+                if (source >= args.group_units * unit_chunks) source -= args.group_units * unit_chunks;
+                values[i] = make_uint4(0, 0, 0, 0);
+                if (used && chunk < chunks && source * 8 < args.k) {
+                    values[i] = *reinterpret_cast<const uint4*>(row + source * 8);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const int chunk = base + i * step;
+                if (!used || chunk >= chunks) continue;
+                uint4 v = values[i];
+                if (rotation & 1) v = make_uint4(v.y, v.z, v.w, v.x);
+                if (rotation & 2) v = make_uint4(v.z, v.w, v.x, v.y);
+                const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+                uint4* fragment = x + (chunk / 4 * Shape::NT + n) * 32 + column * 4;
+#pragma unroll
+                for (int t = 0; t < 4; ++t) {
+                    reinterpret_cast<uint32_t*>(fragment + (t + rotation) % 4)[chunk % 4] = pairs[t];
+                }
+            }
+        }
+    }
+}
+
+template <class Format, class Shape>
+__device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_t* ring, uint4* x, float4* sums,
+                        Barriers& barriers) {
+    constexpr int NT = Shape::NT, STEPS = packed::STEPS<Format>;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int pair = warp % 2, my_part = warp / 2;
+    const int strip_bytes = args.unit_tiles * Format::TILE_BYTES;
+    float acc[2][NT][4] = {};
+    int stage = 0, loaded = -1, live = 0;
+    uint32_t phase = 0, group_phase = 1;
+    Cursor unit(args, range.begin);
+    const int first_unit = unit.part;
+    for (; unit.index < range.end; unit.next(args)) {
+        if (unit.tile != loaded) {
+            const int4 tile = tile_of(args, unit.tile);
+            ptx::named_barrier(1, Shape::CONSUMERS * 32);  // nobody reads the old activations any more
+            load_activations<Format, Shape>(args, tile, first_unit, x);
+            ptx::named_barrier(1, Shape::CONSUMERS * 32);
+            loaded = unit.tile, live = (tile.z + 7) / 8;
+        }
+        const int tiles = min(args.unit_tiles, args.strip_tiles - unit.part * args.unit_tiles);
+        const int local = unit.part - first_unit + (unit.part < first_unit ? args.group_units : 0);
+        const int first_block = local * args.unit_tiles * (Format::TILE_K / packed::BLOCK_K);
+        const int strip = unit.group * GROUP + 2 * pair;  // strips come in pairs or, at the end of a matrix, one alone
+        const uint8_t* low = ring + (stage * GROUP + 2 * pair) * strip_bytes;
+        ptx::mbarrier_wait(&barriers.full[stage], phase);
+        if (strip < args.strips) {
+#pragma unroll NT == 1 ? 2 : 1
+            for (int tile = my_part; tile < tiles; tile += Shape::PARTS) {
+                const int block = first_block + tile * (Format::TILE_K / packed::BLOCK_K);
+                uint4 columns[NT][STEPS / 2];
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                    for (int b = 0; b < STEPS / 2; ++b) {
+                        columns[n][b] = packed::activation<NT>(x, block + b, n, lane);
+                    }
+                }
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {  // a strip that does not exist yields sums that nobody reads
+                    uint32_t a[STEPS][4];
+                    Format::fragments(low + s * strip_bytes + tile * Format::TILE_BYTES, lane, a);
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        if (n >= live) break;
+#pragma unroll
+                        for (int b = 0; b < STEPS / 2; ++b) {
+                            ptx::mma_bf16(acc[s][n], a[2 * b], columns[n][b].x, columns[n][b].y);
+                            ptx::mma_bf16(acc[s][n], a[2 * b + 1], columns[n][b].z, columns[n][b].w);
+                        }
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[stage]);
+        if (++stage == args.stages) stage = 0, phase ^= 1;
+
+        if (unit.part + 1 == args.group_units || unit.index + 1 == range.end) {
+            ptx::mbarrier_wait(&barriers.sums_empty, group_phase);
+            group_phase ^= 1;
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    float(&sum)[4] = acc[s][n];
+                    sums[((my_part * GROUP + 2 * pair + s) * NT + n) * 32 + lane] =
+                        make_float4(sum[0], sum[1], sum[2], sum[3]);
+                    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+                }
+            }
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(&barriers.sums_full);
+        }
+    }
+}
+
+__device__ __forceinline__ void add(float4& sum, const float4& term) {
+    sum.x += term.x, sum.y += term.y, sum.z += term.z, sum.w += term.w;
+}
+
+// Publishes this block's part of a group. Returns true in the block that arrives last, with the whole sum.
+template <int NT>
+__device__ bool join_parts(const SkinnyArgs& args, const Range& range, int group_begin, float4 (&sum)[GROUP][NT]) {
+    const int lane = threadIdx.x % 32;
+    const int first = range.owner(group_begin), last = range.owner(group_begin + args.group_units - 1);
+    uint32_t* counter = args.counters + group_begin / args.group_units;
+    // A block has at most two cut groups: the one it begins in (slot 0), and the one it ends in having begun it (slot 1).
+    const auto slot = [&](int block) { return args.partials + (block * 2 + (block == first)) * GROUP * NT * 32 + lane; };
+    float4* mine = slot(blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < GROUP * NT; ++i) __stcg(mine + i * 32, sum[i / NT][i % NT]);
+    __threadfence();
+    __syncwarp();
+    uint32_t arrived = 0;
+    if (lane == 0) arrived = atomicAdd(counter, 1u);
+    if (__shfl_sync(~0u, arrived, 0) != static_cast<uint32_t>(last - first)) return false;
+    __threadfence();
+    if (lane == 0) *counter = 0;
+#pragma unroll
+    for (int i = 0; i < GROUP * NT; ++i) sum[i / NT][i % NT] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int block = first; block <= last; ++block) {
+        const float4* part = slot(block);
+#pragma unroll
+        for (int i = 0; i < GROUP * NT; ++i) add(sum[i / NT][i % NT], __ldcg(part + i * 32));
+    }
+    return true;
+}
+
+// gate: not above `limit`; up: within +-limit; alpha and limit as published for gpt-oss.
+__device__ __forceinline__ float swiglu(float gate, float up) {
+    constexpr float ALPHA = 1.702f, LIMIT = 7.0f;
+    gate = fminf(gate, LIMIT);
+    up = fminf(fmaxf(up, -LIMIT), LIMIT);
+    return gate / (1.0f + __expf(-ALPHA * gate)) * (up + 1.0f);
+}
+
+// Rows of the matrix that this lane's sums of a strip belong to. With SwiGLU, strip row g is the gate and g + 8 the up row of unit
+// 8 * strip + g; bias and output are not rearranged.
+template <Epilogue E>
+__device__ __forceinline__ int2 rows_of(int strip) {
+    const int g = threadIdx.x % 32 / 4, first = strip * packed::STRIP_ROWS;
+    return E == Epilogue::SWIGLU ? make_int2(first + 2 * g, first + 2 * g + 1) : make_int2(first + g, first + g + 8);
+}
+
+template <class Format, int NT, Epilogue E>
+__device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip, float2 bias, const float4 (&sum)[NT]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
+    const int2 row = rows_of<E>(strip);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const float low[2] = {sum[n].x, sum[n].y}, high[2] = {sum[n].z, sum[n].w};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int column = n * 8 + 2 * t + i;
+            if (column >= tile.z) continue;
+            const int64_t slot = tile.y + column;
+            const float value0 = fmaf(low[i], Format::UNSCALE, bias.x), value1 = fmaf(high[i], Format::UNSCALE, bias.y);
+            if constexpr (E == Epilogue::SWIGLU) {
+                static_cast<__nv_bfloat16*>(args.out)[slot * (rows / 2) + strip * 8 + g] =
+                    __float2bfloat16(swiglu(value0, value1));
+            } else if constexpr (E == Epilogue::F32) {
+                static_cast<float*>(args.out)[slot * rows + row.x] = value0;
+                static_cast<float*>(args.out)[slot * rows + row.y] = value1;
+            } else {
+                static_cast<__nv_bfloat16*>(args.out)[slot * rows + row.x] = __float2bfloat16(value0);
+                static_cast<__nv_bfloat16*>(args.out)[slot * rows + row.y] = __float2bfloat16(value1);
+            }
+        }
+    }
+}
+
+template <class Format, class Shape, Epilogue E>
+__device__ void finish(const SkinnyArgs& args, const Range& range, const float4* sums, Barriers& barriers) {
+    constexpr int NT = Shape::NT;
+    const int lane = threadIdx.x % 32;
+    uint32_t phase = 0;
+    for (Cursor unit(args, range.begin); unit.index < range.end; phase ^= 1) {
+        const int group_begin = unit.index - unit.part, group_end = group_begin + args.group_units;
+        const int4 tile = tile_of(args, unit.tile);
+        float2 bias[GROUP] = {};
+        if (args.bias) {  // before the sums are waited for
+#pragma unroll
+            for (int s = 0; s < GROUP; ++s) {
+                const int2 row = rows_of<E>(min(unit.group * GROUP + s, args.strips - 1));
+                const __nv_bfloat16* expert = args.bias + static_cast<int64_t>(tile.x) * args.strips * packed::STRIP_ROWS;
+                bias[s] = make_float2(__bfloat162float(expert[row.x]), __bfloat162float(expert[row.y]));
+            }
+        }
+        ptx::mbarrier_wait(&barriers.sums_full, phase);
+        float4 sum[GROUP][NT];
+#pragma unroll
+        for (int i = 0; i < GROUP * NT; ++i) {
+            sum[i / NT][i % NT] = sums[i * 32 + lane];
+#pragma unroll
+            for (int part = 1; part < Shape::PARTS; ++part) {
+                add(sum[i / NT][i % NT], sums[(part * GROUP * NT + i) * 32 + lane]);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&barriers.sums_empty);
+        const bool whole = unit.part == 0 && group_end <= range.end;
+        if (whole || join_parts<NT>(args, range, group_begin, sum)) {
+#pragma unroll
+            for (int s = 0; s < GROUP; ++s) {
+                const int strip = unit.group * GROUP + s;
+                if (strip < args.strips) write_strip<Format, NT, E>(args, tile, strip, bias[s], sum[s]);
+            }
+        }
+        unit.index = group_end;
+        unit.next_group(args);
+    }
+}
+
+template <class Format, class Shape, Epilogue E>
+__device__ void skinny_gemm(const SkinnyArgs& args) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ Barriers barriers;
+    uint8_t* ring = shared;
+    float4* sums = reinterpret_cast<float4*>(shared + args.stages * GROUP * args.unit_tiles * Format::TILE_BYTES);
+    uint4* x = reinterpret_cast<uint4*>(sums + Shape::PARTS * GROUP * Shape::NT * 32);
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < args.stages; ++i) {
+            ptx::mbarrier_init(&barriers.full[i], 1);
+            ptx::mbarrier_init(&barriers.empty[i], Shape::CONSUMERS);
+        }
+        ptx::mbarrier_init(&barriers.sums_full, Shape::CONSUMERS);
+        ptx::mbarrier_init(&barriers.sums_empty, 1);
+        ptx::fence_barrier_init();
+    }
+    __syncthreads();
+
+    const int warp = threadIdx.x / 32;
+    if (warp == Shape::CONSUMERS) {
+        if (args.tiles && !args.early_tiles) ptx::grid_dependency_wait();
+        produce<Format>(args, Range(args, args.tiles ? *args.num_tiles : 1), ring, barriers);
+        return;
+    }
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    const Range range(args, args.tiles ? *args.num_tiles : 1);
+    if (warp < Shape::CONSUMERS) {
+        consume<Format, Shape>(args, range, ring, x, sums, barriers);
+    } else {
+        finish<Format, Shape, E>(args, range, sums, barriers);
+    }
+}
+
+}  // namespace
+
+#define SKINNY_GEMM(name, format, shape, epilogue)                                        \
+    extern "C" __global__ void __launch_bounds__(shape::THREADS, shape::BLOCKS)           \
+        name(const __grid_constant__ SkinnyArgs args) {                                   \
+        skinny_gemm<packed::format, shape, Epilogue::epilogue>(args);                     \
+    }
+SKINNY_GEMM(skinny_bf16_n8, Bf16, Columns8, BF16)
+SKINNY_GEMM(skinny_bf16_n16, Bf16, Columns16, BF16)
+SKINNY_GEMM(skinny_bf16_n8_f32, Bf16, Columns8, F32)
+SKINNY_GEMM(skinny_bf16_n16_f32, Bf16, Columns16, F32)
+SKINNY_GEMM(skinny_bf16_n8_swiglu, Bf16, Columns8, SWIGLU)
+SKINNY_GEMM(skinny_bf16_n16_swiglu, Bf16, Columns16, SWIGLU)
+SKINNY_GEMM(skinny_mxfp4_n8, Mxfp4, Columns8, BF16)
+SKINNY_GEMM(skinny_mxfp4_n16, Mxfp4, Columns16, BF16)
+SKINNY_GEMM(skinny_mxfp4_n8_swiglu, Mxfp4, Columns8, SWIGLU)
+SKINNY_GEMM(skinny_mxfp4_n16_swiglu, Mxfp4, Columns16, SWIGLU)

@@ -1,0 +1,153 @@
+//! Attention of one new token a sequence over its pages.
+
+use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, Swizzle, TensorMap, View, ViewMut};
+use half::bf16;
+
+use crate::error::{Checker, Result, int};
+use crate::kv_cache::{HEAD_DIM, KvCache, PageTable, TILE_TOKENS};
+use crate::{Kernels, Workspace};
+
+/// 4 warps with 3 tiles of keys and values in flight each, and the alignment that the swizzle wants: constants of
+/// decode_attention.cu.
+pub(crate) const SHARED_BYTES: u32 = 4 * 3 * 2 * (TILE_TOKENS * HEAD_DIM * 2) as u32 + 1024;
+/// Query heads that share a KV head at most.
+const GROUP: usize = 8;
+/// f32 of a partial result: maximum, sum, 2 unused, and the weighted values.
+const PART: usize = HEAD_DIM + 4;
+/// Most splits of a context.
+const MAX_SPLITS: usize = 64;
+
+/// Softmax attention with sinks over the cached keys that each sequence's newest token sees:
+/// `out[b, h] = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))`, `s_j = q[b, h] . k_j / sqrt(head_dim)`.
+///
+/// Source: `sdpa` in openai/gpt-oss `gpt_oss/torch/model.py`; plain definition: `model::reference::attention`.
+#[derive(Debug)]
+pub struct DecodeAttention<'a> {
+    /// `[batch, q_heads, head_dim]`, rotated.
+    pub q: View<'a, bf16>,
+    /// `[q_heads]`
+    pub sinks: View<'a, bf16>,
+    /// Pages of the layer's group.
+    pub cache: &'a KvCache,
+    /// Layer within the group.
+    pub layer: usize,
+    /// Keys of each sequence, the newest included, `[batch]`; 0 for padding rows.
+    pub contexts: View<'a, i32>,
+    /// Pages of the sequences.
+    pub table: PageTable<'a>,
+    /// Keys that a query sees, its own included; `None`: all.
+    pub window: Option<usize>,
+    /// Longest context for which the work is spread; longer ones are still right. Fixed when a graph is captured.
+    pub max_context: usize,
+    /// `[batch, q_heads, head_dim]`
+    pub out: ViewMut<'a, bf16>,
+    /// Scratch of this stream.
+    pub workspace: &'a mut Workspace,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Args {
+    cache: TensorMap,
+    q: DevicePtr<bf16>,
+    sinks: DevicePtr<bf16>,
+    out: DevicePtrMut<bf16>,
+    context: DevicePtr<i32>,
+    page_table: DevicePtr<i32>,
+    first_page: DevicePtr<i32>,
+    partials: DevicePtrMut<f32>,
+    counters: DevicePtrMut<u32>,
+    page_rows: i32,
+    layer_row: i32,
+    table_width: i32,
+    page_tokens: i32,
+    q_heads: i32,
+    kv_heads: i32,
+    window: i32,
+    padding: i32,
+}
+
+const _: () = assert!(size_of::<Args>() == 256);
+// SAFETY: the layout of `DecodeAttentionArgs` in decode_attention.cu, which asserts the same size.
+unsafe impl KernelArgs for Args {}
+
+impl DecodeAttention<'_> {
+    /// Returns once enqueued. Contexts lie within the pages of their sequence.
+    ///
+    /// # Errors
+    /// `Size` if the operands disagree or the workspace is too small, `Dimension` unless 1 to 8 query heads share a KV head,
+    /// `Device` if the launch fails.
+    pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
+        let check = Checker("decode_attention");
+        let (batch, q_heads, kv_heads) = (self.contexts.len(), self.sinks.len(), self.cache.kv_heads);
+        if batch == 0 {
+            return Ok(());
+        }
+        let group = q_heads / kv_heads.max(1);
+        let grouped = (1..=GROUP).contains(&group) && group * kv_heads == q_heads;
+        check.dimension("query heads", q_heads, "1 to 8 for each kv head", grouped)?;
+        check.dimension("layer", self.layer, "below the group's layers", self.layer < self.cache.layers)?;
+        check.size("q", batch * q_heads * HEAD_DIM, self.q.len())?;
+        check.size("out", batch * q_heads * HEAD_DIM, self.out.len())?;
+        self.table.check(check, batch)?;
+        let keys = self.window.map_or(self.max_context, |window| self.max_context.min(window));
+        let splits = splits(keys, batch * kv_heads, kernels.multiprocessors as usize);
+        check.room("partials", batch * kv_heads * splits * GROUP * PART, self.workspace.partials.len())?;
+        check.room("counters", batch * kv_heads, self.workspace.counters.len())?;
+        let pool = stream.input(&self.cache.pool.view());
+        let args = Args {
+            cache: TensorMap::matrix(
+                pool,
+                [self.cache.rows(), HEAD_DIM],
+                HEAD_DIM,
+                [TILE_TOKENS as u32, HEAD_DIM as u32],
+                Swizzle::Bytes128,
+            )?,
+            q: stream.input(&self.q),
+            sinks: stream.input(&self.sinks),
+            out: stream.output(&mut self.out),
+            context: stream.input(&self.contexts),
+            page_table: stream.input(&self.table.pages),
+            first_page: self.table.first_page.map_or(DevicePtr::NULL, |first| stream.input(&first)),
+            partials: stream.output(&mut self.workspace.partials.view_mut()),
+            counters: stream.output(&mut self.workspace.counters.view_mut()),
+            page_rows: int(self.cache.page_rows()),
+            layer_row: int(self.layer * self.cache.layer_rows()),
+            table_width: int(self.table.width),
+            page_tokens: int(self.cache.page_tokens),
+            q_heads: int(q_heads),
+            kv_heads: int(kv_heads),
+            window: int(self.window.unwrap_or(0)),
+            padding: 0,
+        };
+        let config = LaunchConfig {
+            grid: [splits as u32, kv_heads as u32, batch as u32],
+            shared_bytes: SHARED_BYTES,
+            ..LaunchConfig::linear(1, 128)
+        };
+        // SAFETY: operands and workspace cover what the grid touches; that contexts lead to pages of the cache is the contract
+        // of `PageTable`.
+        Ok(unsafe { kernels.decode_attention.launch(stream, config, &args) }?)
+    }
+}
+
+/// Parts into which a context of `keys` keys is split: as many as keep all blocks resident at once, two a multiprocessor, but no part
+/// shorter than the 4 tiles that its 4 warps take at a time.
+fn splits(keys: usize, pairs: usize, multiprocessors: usize) -> usize {
+    let resident = (2 * multiprocessors / pairs).max(1);
+    let longest = keys.div_ceil(4 * TILE_TOKENS).max(1);
+    resident.min(longest).min(MAX_SPLITS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::splits;
+
+    #[test]
+    fn few_sequences_are_split_and_many_are_not() {
+        assert_eq!(splits(8192, 8, 132), 33);
+        assert_eq!(splits(8192, 128 * 8, 132), 1);
+        assert_eq!(splits(128, 8, 132), 1);
+        assert_eq!(splits(131_072, 1, 132), 64);
+    }
+}

@@ -1,0 +1,37 @@
+//! The CUDA kernels for sm_90a, each behind a function that checks every shape before it launches.
+//!
+//! Knows: one operation at a time, on device memory that the caller owns. Must not know: a model, a step, a schedule (`engine`).
+//! Built without nvcc the crate is all there, but [`AVAILABLE`] is false and [`Kernels::load`] answers [`KernelError::NotBuilt`].
+//!
+//! One operation, one name: `cuda/rmsnorm/rmsnorm.cu`, `src/rmsnorm.rs`, `tests/rmsnorm.rs`, `benches/rmsnorm.rs`. An operation
+//! is a struct of its operands; `enqueue` checks them and puts the kernel on a stream. Every kernel waits for its predecessor
+//! before it touches what that one wrote, so consecutive launches overlap (programmatic dependent launch).
+//!
+//! Start with [`RmsNorm`], the simplest, then [`SkinnyGemm`], which streams the weights in decode.
+#![allow(unsafe_code)] // this crate launches kernels: each launch says why its arguments are right
+
+mod combine;
+mod decode_attention;
+mod dispatch;
+mod error;
+mod kv_cache;
+mod library;
+mod pack_weights;
+mod rmsnorm;
+mod rope_kv;
+mod router;
+mod skinny_gemm;
+mod workspace;
+
+pub use combine::{Combine, CombineNorm};
+pub use decode_attention::DecodeAttention;
+pub use dispatch::{Dispatch, Routing};
+pub use error::{KernelError, Result};
+pub use kv_cache::{KvCache, PageTable};
+pub use library::{AVAILABLE, Kernels};
+pub use pack_weights::{Format, PackMxfp4, PackedWeights, pack_bf16};
+pub use rmsnorm::RmsNorm;
+pub use rope_kv::RopeKv;
+pub use router::{ExpertWeights, Router};
+pub use skinny_gemm::{Grouped, Output, SkinnyGemm};
+pub use workspace::Workspace;

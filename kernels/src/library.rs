@@ -1,0 +1,58 @@
+//! The compiled kernels, loaded into a device.
+
+use device::{Device, Kernel, Module};
+
+use crate::error::{KernelError, Result};
+use crate::{decode_attention, router, skinny_gemm};
+
+/// Whether this build contains kernels: nvcc was found when it was made.
+pub const AVAILABLE: bool = cfg!(have_kernels);
+
+#[cfg(have_kernels)]
+static IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
+#[cfg(not(have_kernels))]
+static IMAGES: &[(&str, &[u8])] = &[];
+
+/// Every kernel, ready to launch on one device.
+#[derive(Debug)]
+pub struct Kernels {
+    /// Persistent kernels launch one block for each.
+    pub(crate) multiprocessors: u32,
+    pub(crate) combine: Kernel,
+    pub(crate) decode_attention: Kernel,
+    pub(crate) dispatch: Kernel,
+    pub(crate) pack_bf16: Kernel,
+    pub(crate) pack_mxfp4: Kernel,
+    pub(crate) rmsnorm: Kernel,
+    pub(crate) rope_kv: Kernel,
+    pub(crate) router: router::Variants,
+    pub(crate) skinny_gemm: skinny_gemm::Variants,
+}
+
+impl Kernels {
+    /// Loads the embedded images into `device`.
+    ///
+    /// # Errors
+    /// `NotBuilt` without embedded kernels; `Device` if the device cannot run them (they are for compute capability 9.0).
+    pub fn load(device: &Device) -> Result<Self> {
+        let pack_weights = module(device, "pack_weights")?;
+        Ok(Self {
+            multiprocessors: device.multiprocessors()?,
+            combine: module(device, "combine")?.kernel("combine", 0)?,
+            decode_attention: module(device, "decode_attention")?
+                .kernel("decode_attention", decode_attention::SHARED_BYTES)?,
+            dispatch: module(device, "dispatch")?.kernel("dispatch", 0)?,
+            pack_bf16: pack_weights.kernel("pack_bf16", 0)?,
+            pack_mxfp4: pack_weights.kernel("pack_mxfp4", 0)?,
+            rmsnorm: module(device, "rmsnorm")?.kernel("rmsnorm", 0)?,
+            rope_kv: module(device, "rope_kv")?.kernel("rope_kv", 0)?,
+            router: router::Variants::load(&module(device, "router")?)?,
+            skinny_gemm: skinny_gemm::Variants::load(&module(device, "skinny_gemm")?)?,
+        })
+    }
+}
+
+fn module(device: &Device, operation: &str) -> Result<Module> {
+    let image = IMAGES.iter().find(|(name, _)| *name == operation).ok_or(KernelError::NotBuilt)?;
+    Ok(Module::load(device, image.1)?)
+}

@@ -1,0 +1,177 @@
+//! Weight matrices in the order in which tensor cores take them.
+
+use device::{DeviceBuffer, DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View};
+use half::bf16;
+
+use crate::Kernels;
+use crate::error::{Checker, KernelError, Result, int};
+
+/// How a packed matrix stores its values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// 2 bytes a value.
+    Bf16,
+    /// 4 bits a value and one scale byte for each 32 along k.
+    Mxfp4,
+}
+
+impl Format {
+    /// Values along k of a tile of 16 rows: `TILE_K` in packed.cuh.
+    pub(crate) const fn tile_k(self) -> usize {
+        match self {
+            Self::Bf16 => 32,
+            Self::Mxfp4 => 64,
+        }
+    }
+
+    /// Bytes of a tile: `TILE_BYTES` in packed.cuh.
+    pub(crate) const fn tile_bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 1024,
+            Self::Mxfp4 => 544,
+        }
+    }
+}
+
+/// Rows of a strip.
+pub(crate) const STRIP_ROWS: usize = 16;
+
+/// One matrix `[rows, k]`, or one for each expert, rearranged on the device as `cuda/packed/packed.cuh` describes.
+#[derive(Debug)]
+pub struct PackedWeights {
+    pub(crate) bytes: DeviceBuffer<u8>,
+    pub(crate) format: Format,
+    pub(crate) matrices: usize,
+    pub(crate) rows: usize,
+    pub(crate) k: usize,
+    pub(crate) interleaved: bool,
+}
+
+impl PackedWeights {
+    /// Device memory in bytes.
+    #[must_use]
+    pub const fn len_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// `[rows, k]` of each matrix.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 2] {
+        [self.rows, self.k]
+    }
+
+    pub(crate) const fn strip_tiles(&self) -> usize {
+        self.k.div_ceil(self.format.tile_k())
+    }
+
+    pub(crate) const fn matrix_bytes(&self) -> usize {
+        self.rows / STRIP_ROWS * self.strip_tiles() * self.format.tile_bytes()
+    }
+
+    fn allocate(stream: &Stream, format: Format, [matrices, rows, k]: [usize; 3], interleaved: bool) -> Result<Self> {
+        let check = Checker("pack weights");
+        check.dimension("rows", rows, "a multiple of 16", rows > 0 && rows.is_multiple_of(STRIP_ROWS))?;
+        check.dimension("k", k, "a multiple of 32", k > 0 && k.is_multiple_of(32))?;
+        let bytes = matrices * rows / STRIP_ROWS * k.div_ceil(format.tile_k()) * format.tile_bytes();
+        Ok(Self { bytes: stream.allocate(bytes)?, format, matrices, rows, k, interleaved })
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Args {
+    values: DevicePtr<u8>,
+    scales: DevicePtr<u8>,
+    out: DevicePtrMut<u8>,
+    refused: DevicePtrMut<u32>,
+    words: u64,
+    rows: i32,
+    k: i32,
+    tiles: i32,
+    interleave: i32,
+}
+
+const _: () = assert!(size_of::<Args>() == 56);
+// SAFETY: the layout of `PackArgs` in pack_weights.cu, which asserts the same size.
+unsafe impl KernelArgs for Args {}
+
+/// Packs bf16 matrices given as bytes, `[matrices, rows, k]`, row-major. With `interleaved`, rows are gate and up in turn and the
+/// matrix can feed SwiGLU.
+///
+/// # Errors
+/// `Dimension` unless rows are a multiple of 16 and k of 32, `Size` if the values do not fit, `Device` without memory.
+pub fn pack_bf16(
+    kernels: &Kernels,
+    stream: &Stream,
+    values: View<'_, bf16>,
+    [matrices, rows, k]: [usize; 3],
+    interleaved: bool,
+) -> Result<PackedWeights> {
+    Checker("pack bf16").size("values", matrices * rows * k, values.len())?;
+    let mut packed = PackedWeights::allocate(stream, Format::Bf16, [matrices, rows, k], interleaved)?;
+    let values = stream.input(&values).cast();
+    launch(kernels, stream, &mut packed, values, DevicePtr::NULL, DevicePtrMut::NULL)?;
+    Ok(packed)
+}
+
+/// MXFP4 matrices as released: E2M1 pairs, the earlier value in the low nibble, and E8M0 scales.
+#[derive(Debug)]
+pub struct PackMxfp4<'a> {
+    /// `[matrices, rows, k / 2]`
+    pub values: View<'a, u8>,
+    /// `[matrices, rows, k / 32]`
+    pub scales: View<'a, u8>,
+    /// Matrices, rows, k.
+    pub shape: [usize; 3],
+    /// Rows are gate and up in turn: the matrix can feed SwiGLU.
+    pub interleaved: bool,
+}
+
+impl PackMxfp4<'_> {
+    /// Packs, and waits to learn whether every scale could be held.
+    ///
+    /// # Errors
+    /// `ScaleRange` if not, `Dimension` unless rows are a multiple of 16 and k of 32, `Size` if values or scales do not fit, `Device`
+    /// without memory.
+    pub fn pack(self, kernels: &Kernels, stream: &Stream) -> Result<PackedWeights> {
+        let [matrices, rows, k] = self.shape;
+        let check = Checker("pack mxfp4");
+        check.size("values", matrices * rows * k / 2, self.values.len())?;
+        check.size("scales", matrices * rows * k / 32, self.scales.len())?;
+        let mut packed = PackedWeights::allocate(stream, Format::Mxfp4, self.shape, self.interleaved)?;
+        let mut refused = stream.zeros::<u32>(1)?;
+        let (values, scales) = (stream.input(&self.values), stream.input(&self.scales));
+        launch(kernels, stream, &mut packed, values, scales, stream.output(&mut refused.view_mut()))?;
+        match stream.download(refused.view())?[0] {
+            0 => Ok(packed),
+            blocks => Err(KernelError::ScaleRange { blocks }),
+        }
+    }
+}
+
+fn launch(
+    kernels: &Kernels,
+    stream: &Stream,
+    packed: &mut PackedWeights,
+    values: DevicePtr<u8>,
+    scales: DevicePtr<u8>,
+    refused: DevicePtrMut<u32>,
+) -> Result<()> {
+    let args = Args {
+        values,
+        scales,
+        refused,
+        words: packed.bytes.len() as u64 / 4,
+        rows: int(packed.rows),
+        k: int(packed.k),
+        tiles: int(packed.strip_tiles()),
+        interleave: i32::from(packed.interleaved),
+        out: stream.output(&mut packed.bytes.view_mut()),
+    };
+    let kernel = match packed.format {
+        Format::Bf16 => &kernels.pack_bf16,
+        Format::Mxfp4 => &kernels.pack_mxfp4,
+    };
+    // SAFETY: one thread a word of `out`, in a strided loop; the words read lie within the matrices whose sizes were checked.
+    Ok(unsafe { kernel.launch(stream, LaunchConfig::linear(kernels.multiprocessors * 8, 256), &args) }?)
+}

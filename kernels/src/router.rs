@@ -1,0 +1,126 @@
+//! Router: which experts a token visits, and with which weights.
+
+use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use half::bf16;
+
+use crate::Kernels;
+use crate::error::{Checker, Result, int};
+
+/// How logits are compared and weights are rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertWeights {
+    /// Logits and weights rounded to bf16, as OpenAI's reference does.
+    Bf16,
+    /// Neither rounded.
+    F32,
+}
+
+/// Logits of all experts, the largest few of them (the lowest index first among equals), and the softmax over those alone.
+///
+/// Source: `MLPBlock` in openai/gpt-oss `gpt_oss/torch/model.py`; plain definition: `model::reference::route`.
+#[derive(Debug)]
+pub struct Router<'a> {
+    /// `[tokens, k]`
+    pub x: View<'a, bf16>,
+    /// `[experts, k]`
+    pub weight: View<'a, bf16>,
+    /// `[experts]`
+    pub bias: View<'a, bf16>,
+    /// `[tokens, top]`, most probable first.
+    pub experts: ViewMut<'a, i32>,
+    /// `[tokens, top]`
+    pub weights: ViewMut<'a, f32>,
+    /// Unrounded logits `[tokens, experts]`, where they are wanted: to count picks that another rounding would change.
+    pub logits: Option<ViewMut<'a, f32>>,
+    /// Experts a token.
+    pub top: usize,
+    /// Rounding.
+    pub mode: ExpertWeights,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Args {
+    x: DevicePtr<bf16>,
+    weight: DevicePtr<bf16>,
+    bias: DevicePtr<bf16>,
+    experts: DevicePtrMut<i32>,
+    weights: DevicePtrMut<f32>,
+    logits: DevicePtrMut<f32>,
+    tokens: i32,
+    num_experts: i32,
+    k: i32,
+    top: i32,
+    round_bf16: i32,
+    padding: i32,
+}
+
+const _: () = assert!(size_of::<Args>() == 72);
+// SAFETY: the layout of `RouterArgs` in router.cu, which asserts the same size.
+unsafe impl KernelArgs for Args {}
+
+/// Blocks of a cluster, tokens that it takes at a time, and warps of a block: constants of router.cu.
+const CLUSTER: usize = 6;
+const CLUSTER_TOKENS: usize = 8;
+const WARPS: usize = 8;
+
+/// Kernels by the 32-blocks of k that a warp can hold.
+#[derive(Debug)]
+pub(crate) struct Variants {
+    blocks_4: Kernel,
+    blocks_15: Kernel,
+}
+
+impl Variants {
+    pub(crate) fn load(module: &Module) -> Result<Self> {
+        Ok(Self { blocks_4: module.kernel("router_4", 0)?, blocks_15: module.kernel("router_15", 0)? })
+    }
+}
+
+impl Router<'_> {
+    /// Returns once enqueued.
+    ///
+    /// # Errors
+    /// `Size` if the operands disagree, `Dimension` unless k is a multiple of 32, experts at most 128 and top at most 8,
+    /// `Device` if the launch fails.
+    pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
+        let check = Checker("router");
+        let num_experts = self.bias.len();
+        check.dimension("experts", num_experts, "1 to 128", (1..=128).contains(&num_experts))?;
+        let k = self.weight.len() / num_experts;
+        check.dimension("k", k, "a multiple of 32", k > 0 && k.is_multiple_of(32))?;
+        check.size("weight", num_experts * k, self.weight.len())?;
+        check.dimension("top", self.top, "1 to 8 and at most experts", (1..=num_experts.min(8)).contains(&self.top))?;
+        let tokens = self.x.len() / k;
+        check.size("x", tokens * k, self.x.len())?;
+        check.size("experts", tokens * self.top, self.experts.len())?;
+        check.size("weights", tokens * self.top, self.weights.len())?;
+        if let Some(logits) = &self.logits {
+            check.size("logits", tokens * num_experts, logits.len())?;
+        }
+        let warp_blocks = (k / 32).div_ceil(CLUSTER * (WARPS / num_experts.div_ceil(16)));
+        check.dimension("k", k, "at most 2880 for 128 experts, in proportion more for fewer", warp_blocks <= 15)?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let args = Args {
+            x: stream.input(&self.x),
+            weight: stream.input(&self.weight),
+            bias: stream.input(&self.bias),
+            experts: stream.output(&mut self.experts),
+            weights: stream.output(&mut self.weights),
+            logits: self.logits.as_mut().map_or(DevicePtrMut::NULL, |logits| stream.output(logits)),
+            tokens: int(tokens),
+            num_experts: int(num_experts),
+            k: int(k),
+            top: int(self.top),
+            round_bf16: i32::from(self.mode == ExpertWeights::Bf16),
+            padding: 0,
+        };
+        let clusters = tokens.div_ceil(CLUSTER_TOKENS).min(kernels.multiprocessors as usize / CLUSTER);
+        let config = LaunchConfig::linear((clusters * CLUSTER) as u32, (WARPS * 32) as u32);
+        let kernel = if warp_blocks <= 4 { &kernels.router.blocks_4 } else { &kernels.router.blocks_15 };
+        // SAFETY: rows beyond the last token or expert are clamped in the kernel; all others are covered as checked.
+        Ok(unsafe { kernel.launch(stream, config, &args) }?)
+    }
+}

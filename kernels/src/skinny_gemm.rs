@@ -1,0 +1,306 @@
+//! Matrix products with few columns: what decode spends its time on. Streams every weight once.
+
+use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use half::bf16;
+
+use crate::error::{Checker, KernelError, Result, int};
+use crate::pack_weights::{Format, PackedWeights, STRIP_ROWS};
+use crate::{Kernels, Routing, Workspace};
+
+/// Columns of a tile at most.
+const MAX_COLUMNS: usize = 16;
+/// Strips of a group, constants of skinny_gemm.cu like those of [`Width`].
+const GROUP: usize = 4;
+const MAX_STAGES: usize = 16;
+
+/// What depends on the number of columns: `Shape` in skinny_gemm.cu.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Width {
+    /// Groups of 8 columns.
+    column_tiles: usize,
+    /// Consumer warps; producer and epilogue come on top.
+    consumers: usize,
+    /// Blocks that share a multiprocessor.
+    blocks: usize,
+    /// Dynamic shared memory that each of them can have.
+    shared_bytes: usize,
+}
+
+impl Width {
+    const ALL: [Self; 2] = [
+        Self { column_tiles: 1, consumers: 8, blocks: 2, shared_bytes: 112 * 1024 },
+        Self { column_tiles: 2, consumers: 16, blocks: 1, shared_bytes: 226 * 1024 },
+    ];
+
+    const fn of(columns: usize) -> Self {
+        Self::ALL[if columns <= 8 { 0 } else { 1 }]
+    }
+
+    const fn parts(self) -> usize {
+        self.consumers / 2
+    }
+}
+
+/// Where the product goes, and what happens to it on the way.
+#[derive(Debug)]
+pub enum Output<'a> {
+    /// Rounded: `[slots, rows]`.
+    Bf16(ViewMut<'a, bf16>),
+    /// As summed: `[slots, rows]`.
+    F32(ViewMut<'a, f32>),
+    /// Clamped SwiGLU of gate (even) and up (odd) rows, rounded: `[slots, rows / 2]`. The weights are packed `interleaved`.
+    SwiGlu(ViewMut<'a, bf16>),
+}
+
+/// `out[s, r] = sum_k x[row(s), k] * weights[r, k] + bias[r]` with f32 sums, the bias added to them before any rounding.
+///
+/// Dense: slots are the rows of `x`, at most 16. With a [`Routing`], each slot takes its expert's matrix, and any number of slots is
+/// worked off in tiles; `x` is then indexed by token (`gather`) or by slot.
+///
+/// The order of a sum depends on the matrix and the device only: a row's result does not change with the batch around it.
+///
+/// Plain definitions: `model::reference::{linear, swiglu}`.
+#[derive(Debug)]
+pub struct SkinnyGemm<'a> {
+    /// `[rows, k]`, or one such matrix an expert.
+    pub weights: &'a PackedWeights,
+    /// `[tokens or slots, k]`
+    pub x: View<'a, bf16>,
+    /// `[rows]`, or `[experts, rows]`.
+    pub bias: Option<View<'a, bf16>>,
+    /// Where it goes.
+    pub out: Output<'a>,
+    /// Which slots belong to which expert; `None`: one matrix for all.
+    pub routing: Option<Grouped<'a>>,
+    /// Scratch of this stream.
+    pub workspace: &'a mut Workspace,
+}
+
+/// How a grouped product finds its rows.
+#[derive(Debug, Clone, Copy)]
+pub struct Grouped<'a> {
+    /// Filled by [`Dispatch`](crate::Dispatch), with at most 16 slots a tile.
+    pub routing: &'a Routing,
+    /// Whether `x` has a row a token (the first product of an expert) or a row a slot (the second).
+    pub gather: bool,
+    /// Whether at least one kernel was enqueued since the dispatch: then weights are fetched before that kernel has ended.
+    pub settled: bool,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Args {
+    weights: DevicePtr<u8>,
+    x: DevicePtr<bf16>,
+    bias: DevicePtr<bf16>,
+    out: u64,
+    tiles: DevicePtr<[i32; 4]>,
+    num_tiles: DevicePtr<i32>,
+    gather: DevicePtr<i32>,
+    partials: DevicePtrMut<f32>,
+    counters: DevicePtrMut<u32>,
+    expert_bytes: u64,
+    tokens: i32,
+    strips: i32,
+    groups: i32,
+    k: i32,
+    strip_tiles: i32,
+    unit_tiles: i32,
+    group_units: i32,
+    x_units: i32,
+    stages: i32,
+    early_tiles: i32,
+}
+
+const _: () = assert!(size_of::<Args>() == 120);
+// SAFETY: the layout of `SkinnyArgs` in skinny_gemm.cu, which asserts the same size.
+unsafe impl KernelArgs for Args {}
+
+/// Kernels by format, epilogue and columns (8, 16).
+#[derive(Debug)]
+pub(crate) struct Variants {
+    bf16: [Kernel; 2],
+    bf16_f32: [Kernel; 2],
+    bf16_swiglu: [Kernel; 2],
+    mxfp4: [Kernel; 2],
+    mxfp4_swiglu: [Kernel; 2],
+}
+
+impl Variants {
+    pub(crate) fn load(module: &Module) -> Result<Self> {
+        let pair = |n8, n16| -> Result<[Kernel; 2]> {
+            let [narrow, wide] = Width::ALL.map(|width| width.shared_bytes as u32);
+            Ok([module.kernel(n8, narrow)?, module.kernel(n16, wide)?])
+        };
+        Ok(Self {
+            bf16: pair("skinny_bf16_n8", "skinny_bf16_n16")?,
+            bf16_f32: pair("skinny_bf16_n8_f32", "skinny_bf16_n16_f32")?,
+            bf16_swiglu: pair("skinny_bf16_n8_swiglu", "skinny_bf16_n16_swiglu")?,
+            mxfp4: pair("skinny_mxfp4_n8", "skinny_mxfp4_n16")?,
+            mxfp4_swiglu: pair("skinny_mxfp4_n8_swiglu", "skinny_mxfp4_n16_swiglu")?,
+        })
+    }
+
+    fn of(&self, format: Format, out: &Output<'_>) -> Option<&[Kernel; 2]> {
+        match (format, out) {
+            (Format::Bf16, Output::Bf16(_)) => Some(&self.bf16),
+            (Format::Bf16, Output::F32(_)) => Some(&self.bf16_f32),
+            (Format::Bf16, Output::SwiGlu(_)) => Some(&self.bf16_swiglu),
+            (Format::Mxfp4, Output::Bf16(_)) => Some(&self.mxfp4),
+            (Format::Mxfp4, Output::SwiGlu(_)) => Some(&self.mxfp4_swiglu),
+            (Format::Mxfp4, Output::F32(_)) => None,
+        }
+    }
+}
+
+impl SkinnyGemm<'_> {
+    /// Returns once enqueued.
+    ///
+    /// # Errors
+    /// `Size` if the operands disagree, `Dimension` for too many columns or an output that the format has no kernel for, `Device` if
+    /// the launch fails.
+    pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
+        let check = Checker("skinny_gemm");
+        let weights = self.weights;
+        let columns = self.check(check)?;
+        let Some(slots) = columns else { return Ok(()) };
+        let plan = Plan::new(weights, &slots, kernels.multiprocessors as usize);
+        check.dimension("k", weights.k, "small enough for two stages beside the activations", plan.stages >= 2)?;
+        let variants = kernels.skinny_gemm.of(weights.format, &self.out);
+        let variants = variants.ok_or(KernelError::Dimension {
+            operation: "skinny_gemm",
+            dimension: "output",
+            allowed: "bf16 or swiglu for mxfp4 weights",
+            found: 0,
+        })?;
+        let (width, groups) = (plan.width, weights.rows.div_ceil(STRIP_ROWS * GROUP));
+        let partials = plan.blocks * 2 * GROUP * width.column_tiles * 32 * 4;
+        check.room("partials", partials, self.workspace.partials.len())?;
+        check.room("counters", groups * slots.max_tiles, self.workspace.counters.len())?;
+        let grouped = self.routing;
+        let args = Args {
+            weights: stream.input(&weights.bytes.view()),
+            x: stream.input(&self.x),
+            bias: self.bias.map_or(DevicePtr::NULL, |bias| stream.input(&bias)),
+            out: match &mut self.out {
+                Output::Bf16(out) | Output::SwiGlu(out) => stream.output(out).address(),
+                Output::F32(out) => stream.output(out).address(),
+            },
+            tiles: grouped.map_or(DevicePtr::NULL, |grouped| stream.input(&grouped.routing.tiles.view())),
+            num_tiles: grouped.map_or(DevicePtr::NULL, |grouped| stream.input(&grouped.routing.num_tiles.view())),
+            gather: match grouped {
+                Some(grouped) if grouped.gather => stream.input(&grouped.routing.gather.view()),
+                _ => DevicePtr::NULL,
+            },
+            partials: stream.output(&mut self.workspace.partials.view_mut()),
+            counters: stream.output(&mut self.workspace.counters.view_mut()),
+            expert_bytes: weights.matrix_bytes() as u64,
+            tokens: int(slots.tile_columns),
+            strips: int(weights.rows / STRIP_ROWS),
+            groups: int(groups),
+            k: int(weights.k),
+            strip_tiles: int(weights.strip_tiles()),
+            unit_tiles: int(plan.unit_tiles),
+            group_units: int(plan.group_units),
+            x_units: int(plan.x_units),
+            stages: int(plan.stages),
+            early_tiles: i32::from(grouped.is_some_and(|grouped| grouped.settled)),
+        };
+        let threads = (width.consumers as u32 + 2) * 32;
+        let config = LaunchConfig {
+            shared_bytes: plan.shared_bytes as u32,
+            ..LaunchConfig::linear(plan.blocks as u32, threads)
+        };
+        // SAFETY: `check` proved that weights, x, bias and out cover every matrix, slot and row; slots and tiles come from a
+        // dispatch into `routing`, whose buffers bound them.
+        Ok(unsafe { variants[width.column_tiles - 1].launch(stream, config, &args) }?)
+    }
+
+    /// Columns and tiles of the launch; `None` if there is nothing to do.
+    fn check(&self, check: Checker) -> Result<Option<Columns>> {
+        let weights = self.weights;
+        let x_rows = self.x.len() / weights.k;
+        check.size("x", x_rows * weights.k, self.x.len())?;
+        let (out_len, out_rows) = match &self.out {
+            Output::Bf16(out) => (out.len(), weights.rows),
+            Output::F32(out) => (out.len(), weights.rows),
+            Output::SwiGlu(out) => (out.len(), weights.rows / 2),
+        };
+        let swiglu = matches!(self.out, Output::SwiGlu(_));
+        check.dimension(
+            "interleave",
+            usize::from(weights.interleaved),
+            "1 exactly for swiglu",
+            swiglu == weights.interleaved,
+        )?;
+        if let Some(bias) = &self.bias {
+            check.size("bias", weights.matrices * weights.rows, bias.len())?;
+        }
+        match &self.routing {
+            None => {
+                check.dimension("matrices", weights.matrices, "1 without routing", weights.matrices == 1)?;
+                check.dimension("columns", x_rows, "at most 16", x_rows <= MAX_COLUMNS)?;
+                check.size("out", x_rows * out_rows, out_len)?;
+                Ok((x_rows > 0).then_some(Columns { tile_columns: x_rows, max_tiles: 1 }))
+            }
+            Some(Grouped { routing, gather, .. }) => {
+                check.size("experts", routing.num_experts, weights.matrices)?;
+                check.dimension("tile slots", routing.tile_slots, "8 or 16", [8, 16].contains(&routing.tile_slots))?;
+                let slots = if *gather { x_rows * routing.top } else { x_rows };
+                check.room("routing", slots, routing.gather.len())?;
+                check.room("out", slots * out_rows, out_len)?;
+                let max_tiles = Routing::max_tiles(slots, routing.num_experts, routing.tile_slots);
+                Ok((slots > 0).then_some(Columns { tile_columns: routing.tile_slots, max_tiles }))
+            }
+        }
+    }
+}
+
+struct Columns {
+    tile_columns: usize,
+    max_tiles: usize,
+}
+
+/// How the work is cut: the one place where tile sizes are chosen.
+#[derive(Debug, PartialEq, Eq)]
+struct Plan {
+    width: Width,
+    blocks: usize,
+    /// k-tiles of a unit.
+    unit_tiles: usize,
+    /// Units of a group of strips.
+    group_units: usize,
+    /// Units whose activations a block holds.
+    x_units: usize,
+    stages: usize,
+    shared_bytes: usize,
+}
+
+impl Plan {
+    /// One dense matrix: the unit for which the busiest block has least to do (2880 x 5120 on 264 blocks: 4 of 90 k-tiles, 97 %
+    /// balanced; 4096 x 2880: 6 of 128, 91 %), and a block holds activations only for the units that it can get. Experts: two
+    /// k-tiles for each consumer warp at a time, since how many units there are is known on the device only.
+    fn new(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
+        let (tiles, format) = (weights.strip_tiles(), weights.format);
+        let width = Width::of(columns.tile_columns);
+        let blocks = multiprocessors * width.blocks;
+        let groups = weights.rows.div_ceil(STRIP_ROWS * GROUP);
+        let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(blocks);
+        let dense = weights.matrices == 1;
+        let unit_tiles = if dense && format == Format::Bf16 {
+            let sizes = width.parts()..=width.parts() + 6;
+            sizes.rev().min_by_key(|size| longest_range(*size) * size).expect("the range of sizes is not empty")
+        } else {
+            2 * width.parts()
+        }
+        .min(tiles);
+        let group_units = tiles.div_ceil(unit_tiles);
+        let x_units = if dense { longest_range(unit_tiles).min(group_units) } else { group_units };
+        let activations = x_units * unit_tiles * format.tile_k() * width.column_tiles * 8 * 2;
+        let sums = width.parts() * GROUP * width.column_tiles * 512;
+        let stage = GROUP * unit_tiles * format.tile_bytes();
+        let stages = (width.shared_bytes.saturating_sub(activations + sums) / stage).min(MAX_STAGES);
+        let shared_bytes = stages * stage + sums + activations;
+        Self { width, blocks, unit_tiles, group_units, x_units, stages, shared_bytes }
+    }
+}

@@ -1,0 +1,117 @@
+//! Router: logits, picks, ties and the two roundings.
+
+use half::bf16;
+use kernels::{ExpertWeights, Router};
+use model::reference;
+
+use crate::gpu::{BF16_ROUNDING, Gpu, Random, compare, magnitudes, sum_error, widen};
+
+const TOP: usize = 4;
+
+struct Routed {
+    logits: Vec<f32>,
+    experts: Vec<i32>,
+    weights: Vec<f32>,
+}
+
+fn route(gpu: &Gpu, x: &[bf16], weight: &[bf16], bias: &[bf16], mode: ExpertWeights) -> Routed {
+    let tokens = x.len() / (weight.len() / bias.len());
+    let (x, weight, device_bias) = (gpu.upload(x), gpu.upload(weight), gpu.upload(bias));
+    let mut experts = gpu.poisoned::<i32>(tokens * TOP);
+    let mut weights = gpu.poisoned::<f32>(tokens * TOP);
+    let mut logits = gpu.poisoned::<f32>(tokens * bias.len());
+    Router {
+        x: x.view(),
+        weight: weight.view(),
+        bias: device_bias.view(),
+        experts: experts.view_mut(),
+        weights: weights.view_mut(),
+        logits: Some(logits.view_mut()),
+        top: TOP,
+        mode,
+    }
+    .enqueue(&gpu.kernels, &gpu.stream)
+    .unwrap();
+    let stream = &gpu.stream;
+    Routed {
+        logits: stream.download(logits.view()).unwrap(),
+        experts: stream.download(experts.view()).unwrap(),
+        weights: stream.download(weights.view()).unwrap(),
+    }
+}
+
+/// The picks must be exactly those of the logits that the kernel itself reports; the logits must be right.
+fn check(case: &str, tokens: usize, num_experts: usize, k: usize, mode: ExpertWeights) {
+    let Some(gpu) = Gpu::open() else { return };
+    let mut random = Random::new();
+    let x = random.bf16(tokens * k, 1.0);
+    let weight = random.bf16(num_experts * k, 0.05);
+    let bias = random.bf16(num_experts, 0.5);
+    let got = route(&gpu, &x, &weight, &bias, mode);
+
+    let (wide_x, wide_weight, wide_bias) = (widen(&x), widen(&weight), widen(&bias));
+    let rows = || wide_x.chunks(k);
+    let want: Vec<f32> = rows().flat_map(|row| reference::linear(row, &wide_weight, Some(&wide_bias))).collect();
+    let magnitude: Vec<f32> = rows().flat_map(|row| magnitudes(row, &wide_weight)).collect();
+    compare(case, &got.logits, &want, num_experts, |want, i| sum_error(k) * magnitude[i] + want.abs() * 1e-6);
+    for token in 0..tokens {
+        let mut logits = got.logits[token * num_experts..][..num_experts].to_vec();
+        if mode == ExpertWeights::Bf16 {
+            logits.iter_mut().for_each(|logit| *logit = bf16::from_f32(*logit).to_f32());
+        }
+        let want = reference::route(&logits, TOP);
+        let picks: Vec<i32> = want.iter().map(|routed| routed.expert as i32).collect();
+        assert_eq!(got.experts[token * TOP..][..TOP], picks, "{case}: experts of token {token}");
+        let shares: Vec<f32> = want.iter().map(|routed| routed.weight).collect();
+        let rounding = if mode == ExpertWeights::Bf16 { BF16_ROUNDING } else { 0.0 };
+        compare(case, &got.weights[token * TOP..][..TOP], &shares, TOP, |want, _| want * (rounding + 1e-6));
+    }
+}
+
+#[test]
+fn one_token_of_20b() {
+    check("20b", 1, 32, 2880, ExpertWeights::Bf16);
+}
+
+#[test]
+fn one_token_of_120b() {
+    check("120b", 1, 128, 2880, ExpertWeights::F32);
+}
+
+#[test]
+fn a_tail_of_tokens() {
+    check("tail", 67, 128, 2880, ExpertWeights::Bf16);
+    check("tail", 9, 32, 2880, ExpertWeights::F32);
+}
+
+#[test]
+fn fewer_experts_than_a_strip() {
+    check("nano", 5, 8, 320, ExpertWeights::F32);
+}
+
+#[test]
+fn equal_logits_go_to_the_lowest_index() {
+    let Some(gpu) = Gpu::open() else { return };
+    let zeros = vec![bf16::ZERO; 128 * 2880];
+    let mut bias = vec![bf16::ZERO; 128];
+    bias[77] = bf16::ONE;
+    let got = route(&gpu, &zeros[..2880], &zeros, &bias, ExpertWeights::F32);
+    assert_eq!(got.experts, [77, 0, 1, 2]);
+}
+
+#[test]
+fn rounding_decides_between_near_equals() {
+    let Some(gpu) = Gpu::open() else { return };
+    // 256.25 and 256.5 are both 256 in bf16, so the lower index wins only when rounded.
+    let k = 32;
+    let mut x = vec![bf16::ZERO; k];
+    x[0] = bf16::ONE;
+    let mut weight = vec![bf16::ZERO; 8 * k];
+    weight[2 * k] = bf16::from_f32(0.25);
+    weight[5 * k] = bf16::from_f32(0.5);
+    let mut bias = vec![bf16::ZERO; 8];
+    (bias[2], bias[5]) = (bf16::from_f32(256.0), bf16::from_f32(256.0));
+    let picks = |mode| route(&gpu, &x, &weight, &bias, mode).experts[..2].to_vec();
+    assert_eq!(picks(ExpertWeights::Bf16), [2, 5]);
+    assert_eq!(picks(ExpertWeights::F32), [5, 2]);
+}

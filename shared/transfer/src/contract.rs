@@ -122,6 +122,12 @@ pub trait SendTicket: Send + Sync {
     /// `NoRoom` if it is more than the lane can ever hold; else as [`SendTicket::part`], and `Timeout`.
     fn reserve(&self, bytes: usize) -> BoxFuture<'_, Result<(), TransferError>>;
 
+    /// As [`SendTicket::reserve`], but says `false` where that would wait. For callers that may not wait, such as a step loop.
+    ///
+    /// # Errors
+    /// As [`SendTicket::reserve`], but for `Timeout`.
+    fn try_reserve(&self, bytes: usize) -> Result<bool, TransferError>;
+
     /// Hands over one part, out of the room set aside. Never blocks; callable from any thread, engine ranks above all.
     ///
     /// # Errors

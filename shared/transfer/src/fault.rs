@@ -194,6 +194,13 @@ impl SendTicket for FaultyTicket {
         .boxed()
     }
 
+    fn try_reserve(&self, bytes: usize) -> Result<bool, TransferError> {
+        let spare = if self.dice.plan.duplicate > 0 { bytes } else { 0 };
+        let has_room = self.inner.try_reserve(bytes + spare)?;
+        self.spare.fetch_add(if has_room { spare } else { 0 }, Ordering::Relaxed);
+        Ok(has_room)
+    }
+
     fn part(&self, mut part: Part) -> Result<(), TransferError> {
         let Dice { plan, counts, .. } = &*self.dice;
         if self.dice.strikes(plan.disconnect, &counts.disconnect) {

@@ -1,1 +1,26 @@
-//! What prefill and decode share: the step-loop thread, registration, tickets.
+//! What prefill and decode workers share.
+//!
+//! Knows: how a model becomes a running engine, how a scheduler and an engine are driven step by step, and how a worker tells the truth about
+//! itself. Must not know: what a step is for; that is the business of the `Turn` that each role brings.
+//!
+//! Start with [`step_loop`]: the thread (or, in simulations, the task) around a synchronous `turn`.
+
+pub mod config;
+pub mod error;
+pub mod link;
+pub mod metrics;
+pub mod model_load;
+pub mod runtime;
+pub mod service;
+pub mod status;
+pub mod step_loop;
+
+pub use config::{EngineConfig, ModelSource, NumericsConfig, StepLoopConfig};
+pub use error::WorkerError;
+pub use link::{NetworkConnector, serve_kv};
+pub use metrics::WorkerMetrics;
+pub use model_load::{LoadedModel, OpenModel};
+pub use runtime::Runtime;
+pub use service::WorkerService;
+pub use status::{LoadReport, Status};
+pub use step_loop::{Clock, Driver, LoopEnded, Mailbox, Next, StepLoop, StepLoopFailure, Turn};

@@ -357,6 +357,26 @@ impl HostTicket {
         reserved.as_ref().map_or(0, OwnedSemaphorePermit::num_permits)
     }
 
+    /// Whether the ticket may wait for `bytes` more: it is not over, and the lane could ever hold them.
+    fn check_room(&self, bytes: usize) -> Result<(), TransferError> {
+        if let Some(error) = self.ended() {
+            return Err(error);
+        }
+        let room = (self.lane.config.in_flight_bytes_max as usize).saturating_sub(self.room_left());
+        if bytes > room {
+            return Err(TransferError::NoRoom { ticket: self.id, bytes, room });
+        }
+        Ok(())
+    }
+
+    fn keep_room(&self, room: OwnedSemaphorePermit) {
+        let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        match reserved.as_mut() {
+            Some(permit) => permit.merge(room),
+            None => *reserved = Some(room),
+        }
+    }
+
     /// Sets the ticket's remaining room free and stops its parts that still wait in the lane.
     fn give_up(&self, reason: AbortReason) {
         self.is_terminal.store(true, Ordering::Relaxed);
@@ -373,13 +393,7 @@ impl SendTicket for HostTicket {
 
     fn reserve(&self, bytes: usize) -> BoxFuture<'_, Result<(), TransferError>> {
         async move {
-            if let Some(error) = self.ended() {
-                return Err(error);
-            }
-            let most = self.lane.config.in_flight_bytes_max as usize;
-            if bytes + self.room_left() > most {
-                return Err(TransferError::NoRoom { ticket: self.id, bytes, room: most - self.room_left() });
-            }
+            self.check_room(bytes)?;
             let limit = self.lane.config.stall_timeout();
             let mut answers = self.answers.clone();
             let room = tokio::select! {
@@ -393,14 +407,16 @@ impl SendTicket for HostTicket {
                 return Err(TransferError::Timeout { ticket: self.id, peer, waited_for: "room in the lane", limit });
             };
             let room = room.expect("the lane's semaphore is never closed");
-            let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
-            match reserved.as_mut() {
-                Some(permit) => permit.merge(room),
-                None => *reserved = Some(room),
-            }
+            self.keep_room(room);
             Ok(())
         }
         .boxed()
+    }
+
+    fn try_reserve(&self, bytes: usize) -> Result<bool, TransferError> {
+        self.check_room(bytes)?;
+        let room = Arc::clone(&self.lane.room).try_acquire_many_owned(bytes as u32);
+        Ok(room.map(|room| self.keep_room(room)).is_ok())
     }
 
     fn part(&self, part: Part) -> Result<(), TransferError> {

@@ -276,10 +276,17 @@ async fn bytes_in_flight_are_bounded(factory: Factory) {
     let part_bytes = layout(1).head_bytes();
     let mut config = quick();
     config.in_flight_bytes_max = 8 * part_bytes as u32;
-    let world = factory(Options { config, sink_capacity: 1, ..Options::default() }).await;
+    let world = factory(Options { config, sink_capacity: 4, ..Options::default() }).await;
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
     assert!(matches!(ticket.reserve(9 * part_bytes).await, Err(TransferError::NoRoom { .. })));
+    assert!(matches!(ticket.try_reserve(9 * part_bytes), Err(TransferError::NoRoom { .. })));
+    let other = posted(&world, &*lane, 2).await;
+    assert_eq!(other.try_reserve(5 * part_bytes), Ok(true));
+    assert_eq!(ticket.try_reserve(4 * part_bytes), Ok(false), "the lane has room for 8 parts");
+    other.abort(AbortReason::Cancelled).await.unwrap();
+    assert_eq!(ticket.try_reserve(4 * part_bytes), Ok(true), "an aborted ticket gives its room back");
+    (0..4).for_each(|head| ticket.part(part(1, 0, head)).unwrap());
     // Two, since the decorator may hold the first one back.
     let unreserved = (0..2).map(|head| ticket.part(part(1, 0, head))).find_map(Result::err);
     assert!(matches!(unreserved, Some(TransferError::NoRoom { .. })), "no room was set aside: {unreserved:?}");

@@ -1,0 +1,145 @@
+//! The decode worker's config file.
+
+use std::time::Duration;
+
+use chassis::config::{Problems, Validate};
+use chassis::net::Address;
+use kv::PageShape;
+use scheduler::DecodeConfig;
+use serde::{Deserialize, Serialize};
+use transfer::TransferConfig;
+use types::{ParallelLayout, Role};
+use worker::config::{validate_layout, validate_name};
+use worker::{Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
+
+/// One decode worker. Defaults are those of the CPU engine.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// The worker's name, stable over restarts and unique in the fleet.
+    pub name: String,
+    /// Where routers connect (gRPC).
+    pub listen: Address,
+    /// Health and metrics (HTTP).
+    pub admin_listen: Address,
+    /// Where prefill workers deliver KV.
+    pub kv_listen: Address,
+    /// The address that tickets name, if prefill workers reach `kv_listen` by another.
+    pub kv_advertise: Option<Address>,
+    /// Where the weights are.
+    pub model: ModelSource,
+    /// Degrees of parallelism.
+    pub layout: ParallelLayout,
+    /// Rounding.
+    pub numerics: NumericsConfig,
+    /// Positions a KV page holds; the same on prefill.
+    pub page_tokens: u32,
+    /// Most positions of one sequence, prompt and answer together.
+    pub max_context_tokens: u32,
+    /// Most sequences at once.
+    pub max_sequences: u32,
+    /// Output tokens for which pages are set aside when a sequence is admitted; further ones are taken page by page.
+    pub growth_tokens: u32,
+    /// Pages for layers of full attention; by default a quarter of what `max_sequences` of the longest context would take, since few
+    /// are that long, and one such sequence at least.
+    pub full_pages: Option<u32>,
+    /// Pages for layers of sliding-window attention; by default as many as `max_sequences` can use.
+    pub window_pages: Option<u32>,
+    /// A reservation whose transfer has not been committed by then is given up.
+    pub ticket_ttl_ms: u32,
+    /// Tokens that wait for a client that reads slowly. One more ends its sequence (`SLOW_CONSUMER`, to be resumed from what was
+    /// delivered), so that no client can hold up the batch.
+    pub stream_tokens_max: usize,
+    /// The step loop.
+    pub step_loop: StepLoopConfig,
+    /// KV transfer.
+    pub transfer: TransferConfig,
+    /// How the step loop is driven; simulations set it.
+    #[serde(skip)]
+    pub driver: Driver,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            name: "decode".into(),
+            listen: Address::new("127.0.0.1", 9200),
+            admin_listen: Address::new("127.0.0.1", 9201),
+            kv_listen: Address::new("127.0.0.1", 0),
+            kv_advertise: None,
+            model: ModelSource::EmbeddedNano,
+            layout: ParallelLayout { tp: 4, ep: 4, dp: 1 },
+            numerics: NumericsConfig::default(),
+            page_tokens: 16,
+            max_context_tokens: 8_192,
+            max_sequences: 32,
+            growth_tokens: 256,
+            full_pages: None,
+            window_pages: None,
+            ticket_ttl_ms: 120_000,
+            stream_tokens_max: 1_024,
+            step_loop: StepLoopConfig::default(),
+            transfer: TransferConfig::default(),
+            driver: Driver::default(),
+        }
+    }
+}
+
+impl Validate for Config {
+    fn validate(&self, problems: &mut Problems) {
+        validate_name(&self.name, problems);
+        validate_layout(self.layout, problems);
+        problems.range("page_tokens", self.page_tokens, 1..=1_024);
+        problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
+        problems.range("max_sequences", self.max_sequences, 1..=4_096);
+        problems.range("ticket_ttl_ms", self.ticket_ttl_ms, 100..=3_600_000);
+        problems.range("stream_tokens_max", self.stream_tokens_max, 1..=1 << 20);
+        problems.nested("step_loop", &self.step_loop);
+        if let Err(reason) = self.transfer.validate() {
+            problems.report("transfer", reason);
+        }
+    }
+}
+
+/// What follows from a config and a model.
+pub(crate) struct Sizes {
+    pub(crate) engine: EngineConfig,
+    pub(crate) scheduler: DecodeConfig,
+}
+
+impl Config {
+    pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
+        let model = model.checkpoint().config();
+        if self.max_context_tokens as usize > model.max_context_tokens {
+            let (ours, most) = (self.max_context_tokens, model.max_context_tokens);
+            return Err(WorkerError::Config(format!("max_context_tokens is {ours}, the model has {most}")));
+        }
+        let shape = PageShape { page_tokens: self.page_tokens, window: model.window as u32 };
+        let longest = shape.pages_for(self.max_context_tokens);
+        let mut scheduler = DecodeConfig {
+            max_sequences: self.max_sequences,
+            max_context_tokens: self.max_context_tokens,
+            growth_tokens: self.growth_tokens,
+            max_row_tokens: 1,
+            full_pages: self.full_pages.unwrap_or(longest.max(self.max_sequences.saturating_mul(longest) / 4)),
+            window_pages: 0,
+            ticket_ttl: Duration::from_millis(self.ticket_ttl_ms.into()),
+            // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
+            lookahead: false,
+            remembered_tickets: 4 * self.max_sequences + 1_024,
+        };
+        let window_pages = scheduler.window_pages_per_sequence(shape).saturating_mul(self.max_sequences);
+        scheduler.window_pages = self.window_pages.unwrap_or(window_pages);
+        let engine = EngineConfig {
+            role: Role::Decode,
+            layout: self.layout,
+            numerics: self.numerics,
+            page_tokens: self.page_tokens,
+            full_pages: scheduler.full_pages,
+            window_pages: scheduler.window_pages,
+            max_slots: self.max_sequences,
+            max_step_tokens: self.max_sequences * scheduler.max_row_tokens,
+        };
+        Ok(Sizes { engine, scheduler })
+    }
+}

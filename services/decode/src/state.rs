@@ -1,0 +1,390 @@
+//! The step loop's state: scheduler, engine, transport and streams, brought together in one synchronous turn.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use engine::group::{EngineGroup, KvWrite};
+use kv::{PageTables, SliceError};
+use scheduler::ticket::TicketError;
+use scheduler::{AbortReason, DecodeAction, DecodeScheduler, Outcome, Refusal, ReserveRequest};
+use tokio::sync::oneshot;
+use transfer::{Arrival, ArrivalEvent, CommitReply, EndCause, FirstToken, ReceiveTransport, Revoked};
+use types::{Finished, KvLayout, Load, PageGroup, PeerId, SampledToken, TicketId, Usage};
+use worker::status::pool_load;
+use worker::{Clock, LoadReport, Next, Status, StepLoopFailure, Turn, WorkerMetrics};
+
+use crate::error::DecodeError;
+use crate::flight::{End, FlightSender, NotSent};
+
+/// What others say to the step loop.
+pub enum Message {
+    /// A router wants to reserve.
+    Reserve(Box<Reserve>),
+    /// Something arrived for a ticket.
+    Arrival(Arrival),
+}
+
+/// A reservation wanted.
+pub struct Reserve {
+    pub(crate) request: ReserveRequest,
+    pub(crate) events: FlightSender,
+    pub(crate) reply: oneshot::Sender<Result<(), DecodeError>>,
+}
+
+/// One reservation's stream, and what is told about its sequence at the end.
+struct Flight {
+    events: FlightSender,
+    prefill: PeerId,
+    prompt_tokens: u32,
+    /// Index of prefill's token, which it streams itself.
+    first_index: u32,
+    output_tokens: u32,
+    /// Where parts go, once the sender has begun.
+    tables: Option<PageTables>,
+    kv_bytes: u64,
+    first_part_at: Option<Instant>,
+    /// More than the scheduler knows of why it will end.
+    failure: Option<DecodeError>,
+}
+
+/// Parts whose bytes wait to be written, all in one go for each rank.
+#[derive(Default)]
+struct Staged {
+    writes: Vec<Vec<KvWrite>>,
+    slices: Vec<(TicketId, PeerId, kv::KvSlice)>,
+}
+
+/// See the module.
+pub struct DecodeState {
+    scheduler: DecodeScheduler,
+    engine: Arc<EngineGroup>,
+    layout: KvLayout,
+    transport: Arc<dyn ReceiveTransport>,
+    flights: HashMap<TicketId, Flight>,
+    staged: Staged,
+    actions: Vec<DecodeAction>,
+    /// When each step in flight was launched, oldest first.
+    launched: VecDeque<Instant>,
+    status: Arc<Status>,
+    metrics: WorkerMetrics,
+    preemptions_seen: u64,
+}
+
+impl DecodeState {
+    /// Nothing is reserved.
+    #[must_use]
+    pub fn new(
+        scheduler: DecodeScheduler,
+        engine: Arc<EngineGroup>,
+        transport: Arc<dyn ReceiveTransport>,
+        status: Arc<Status>,
+        metrics: WorkerMetrics,
+    ) -> Self {
+        let layout = engine.kv_layout().clone();
+        let writes = (0..engine.ranks()).map(|_| Vec::new()).collect();
+        let state = Self {
+            scheduler,
+            engine,
+            layout,
+            transport,
+            flights: HashMap::new(),
+            staged: Staged { writes, slices: Vec::new() },
+            actions: Vec::new(),
+            launched: VecDeque::new(),
+            status,
+            metrics,
+            preemptions_seen: 0,
+        };
+        state.report();
+        state
+    }
+
+    fn on_message(&mut self, now: Instant, message: Message) -> Result<(), StepLoopFailure> {
+        if let Message::Arrival(Arrival { ticket, event: ArrivalEvent::Part { slice, bytes } }) = message {
+            self.stage(now, ticket, slice, bytes.into());
+            return Ok(());
+        }
+        // Parts that came before this are in their pages before anything else happens: a page that this message frees may
+        // have a new owner in the next one.
+        self.write_staged()?;
+        match message {
+            Message::Reserve(reserve) => self.on_reserve(now, *reserve),
+            Message::Arrival(Arrival { ticket, event }) => match event {
+                ArrivalEvent::Begin { sender, layout } => self.on_begin(ticket, &sender, &layout),
+                ArrivalEvent::Part { .. } => unreachable!("parts were staged"),
+                ArrivalEvent::Commit { first, reply } => self.on_commit(now, ticket, first, reply),
+                ArrivalEvent::Ended(cause) => self.on_transfer_ended(ticket, cause),
+            },
+        }
+        self.carry_out();
+        Ok(())
+    }
+
+    fn on_reserve(&mut self, now: Instant, reserve: Reserve) {
+        let Reserve { request, events, reply } = reserve;
+        let (ticket, prefill) = (request.ticket, request.prefill.clone());
+        let flight = Flight {
+            events,
+            prefill: prefill.clone(),
+            prompt_tokens: request.sequence.prompt.len() as u32,
+            first_index: request.sequence.next_index(),
+            output_tokens: request.sequence.next_index(),
+            tables: None,
+            kv_bytes: 0,
+            first_part_at: None,
+            failure: None,
+        };
+        let refusal = if self.status.is_draining() {
+            Some(DecodeError::from(Refusal::Draining))
+        } else if let Err(refusal) = self.scheduler.reserve(now, request) {
+            Some(refusal.into())
+        } else if let Err(error) = self.transport.post(ticket, &prefill) {
+            // Its `Ended` finds no flight: the answer below says what happened.
+            let _ = self.scheduler.cancel(ticket, AbortReason::Cancelled, &mut self.actions);
+            Some(error.into())
+        } else {
+            None
+        };
+        match refusal {
+            Some(error) => {
+                self.metrics.request_failed(error.reason());
+                let _ = reply.send(Err(error)); // a caller that left needs no answer
+            }
+            None => {
+                self.flights.insert(ticket, flight);
+                // If the caller left meanwhile, its stream is closed, and the sweep for abandoned streams finds it.
+                let _ = reply.send(Ok(()));
+            }
+        }
+    }
+
+    fn on_begin(&mut self, ticket: TicketId, sender: &PeerId, layout: &KvLayout) {
+        match self.scheduler.begin_landing(ticket, sender, layout) {
+            Ok(tables) => {
+                if let Some(flight) = self.flights.get_mut(&ticket) {
+                    flight.tables = Some(tables);
+                }
+            }
+            Err(error) => self.fail_transfer(ticket, &error),
+        }
+    }
+
+    /// Takes a part of a ticket that is landing; others come too late and are dropped, as their pages are quarantined or gone.
+    fn stage(&mut self, now: Instant, ticket: TicketId, slice: kv::KvSlice, bytes: Vec<u8>) {
+        let Some(flight) = self.flights.get_mut(&ticket) else { return };
+        let Some(page) = flight.tables.as_ref().and_then(|tables| tables.physical(&slice)) else {
+            let prefill = flight.prefill.clone();
+            let reason = format!("{slice:?} has no page");
+            return self.fail(ticket, AbortReason::TransferFailed, DecodeError::WrongParts { prefill, reason });
+        };
+        flight.first_part_at.get_or_insert(now);
+        flight.kv_bytes += bytes.len() as u64;
+        let rank = slice.head_start / (self.layout.kv_heads / self.layout.tp);
+        self.staged.slices.push((ticket, flight.prefill.clone(), slice));
+        self.staged.writes[rank as usize].push(KvWrite { slice, page, bytes });
+    }
+
+    fn write_staged(&mut self) -> Result<(), StepLoopFailure> {
+        if self.staged.slices.is_empty() {
+            return Ok(());
+        }
+        for (rank, writes) in self.staged.writes.iter_mut().enumerate() {
+            if !writes.is_empty() {
+                self.engine.import_kv(rank as u32, std::mem::take(writes))?;
+            }
+        }
+        for (ticket, sender, slice) in std::mem::take(&mut self.staged.slices) {
+            match self.scheduler.slice_arrived(ticket, &sender, &slice) {
+                // A repetition holds the same bytes: it carries the same checksum.
+                Ok(_) | Err(TicketError::Slice(SliceError::Duplicate { .. }) | TicketError::Gone(_)) => {}
+                Err(error) => self.fail_transfer(ticket, &error),
+            }
+        }
+        self.carry_out();
+        Ok(())
+    }
+
+    fn on_commit(&mut self, now: Instant, ticket: TicketId, first: FirstToken, reply: CommitReply) {
+        let Some(prefill) = self.flights.get(&ticket).map(|flight| flight.prefill.clone()) else {
+            // Cancelled while the commit was on its way. It is terminal: nothing of the ticket follows.
+            reply.reject(transfer::AbortReason::Cancelled);
+            return self.scheduler.fenced(ticket, &mut self.actions);
+        };
+        let token = SampledToken { token: first.token, logprob: first.logprob, top: Vec::new() };
+        match self.scheduler.commit(ticket, &prefill, token, &mut self.actions) {
+            Ok(_) => {
+                reply.accept();
+                if let Some(flight) = self.flights.get(&ticket) {
+                    let landing = flight.first_part_at.map_or_else(Default::default, |first| now - first);
+                    self.metrics.transfer_bytes.inc_by(flight.kv_bytes);
+                    self.metrics.transfer_seconds.observe(landing.as_secs_f64());
+                    flight.events.joined(flight.kv_bytes, landing.as_micros() as u64);
+                }
+            }
+            Err(error) => {
+                reply.reject(transfer::AbortReason::WrongParts);
+                self.metrics.transfer_failed("wrong_parts");
+                self.fail_transfer(ticket, &error);
+                self.scheduler.fenced(ticket, &mut self.actions);
+            }
+        }
+    }
+
+    fn on_transfer_ended(&mut self, ticket: TicketId, cause: EndCause) {
+        self.metrics.transfer_failed(cause.name());
+        if let Some(flight) = self.flights.get(&ticket) {
+            let reason = match cause {
+                EndCause::Lost(_) => AbortReason::PeerLost,
+                _ => AbortReason::TransferFailed,
+            };
+            let prefill = flight.prefill.clone();
+            tracing::debug!(%ticket, %prefill, %cause, "transfer ended without a commit");
+            self.fail(ticket, reason, DecodeError::Transfer { prefill, cause });
+        }
+        self.scheduler.fenced(ticket, &mut self.actions);
+    }
+
+    fn fail_transfer(&mut self, ticket: TicketId, error: &TicketError) {
+        if let Some(flight) = self.flights.get(&ticket) {
+            let prefill = flight.prefill.clone();
+            tracing::warn!(%ticket, %prefill, %error, "transfer is not as agreed");
+            let failure = DecodeError::WrongParts { prefill, reason: error.to_string() };
+            self.fail(ticket, AbortReason::TransferFailed, failure);
+        }
+    }
+
+    /// Ends a ticket for a reason of which more is known than the scheduler's enum says.
+    fn fail(&mut self, ticket: TicketId, reason: AbortReason, failure: DecodeError) {
+        if let Some(flight) = self.flights.get_mut(&ticket) {
+            flight.failure.get_or_insert(failure);
+        }
+        // One that has ended already has nothing left to end.
+        let _ = self.scheduler.cancel(ticket, reason, &mut self.actions);
+    }
+
+    fn cancel_abandoned(&mut self) {
+        let abandoned = self.flights.iter().filter(|(_, flight)| flight.events.is_abandoned());
+        let abandoned: Vec<TicketId> = abandoned.map(|(ticket, _)| *ticket).collect();
+        for ticket in abandoned {
+            self.fail(ticket, AbortReason::Cancelled, DecodeError::Cancelled);
+        }
+        self.carry_out();
+    }
+
+    /// Carries out the scheduler's actions, and those that come of it.
+    fn carry_out(&mut self) {
+        while !self.actions.is_empty() {
+            for action in std::mem::take(&mut self.actions) {
+                match action {
+                    DecodeAction::Token { ticket, index, token } => self.on_token(ticket, index, token),
+                    DecodeAction::Ended { ticket, outcome } => self.on_ended(ticket, outcome),
+                    DecodeAction::Fence { ticket } => self.revoke(ticket, transfer::AbortReason::Cancelled),
+                }
+            }
+        }
+    }
+
+    fn on_token(&mut self, ticket: TicketId, index: u32, token: SampledToken) {
+        let Some(flight) = self.flights.get_mut(&ticket) else { return };
+        flight.output_tokens = index + 1;
+        if index == flight.first_index {
+            return;
+        }
+        if let Err(NotSent::Behind { waiting }) = flight.events.token(index, token) {
+            self.fail(ticket, AbortReason::Cancelled, DecodeError::SlowConsumer { waiting });
+        }
+    }
+
+    fn on_ended(&mut self, ticket: TicketId, outcome: Outcome) {
+        if let Outcome::Aborted(reason) = outcome {
+            let reason = match reason {
+                AbortReason::Cancelled => transfer::AbortReason::Cancelled,
+                AbortReason::Expired => transfer::AbortReason::Expired,
+                AbortReason::PeerLost | AbortReason::TransferFailed => transfer::AbortReason::WrongParts,
+            };
+            self.revoke(ticket, reason);
+        }
+        let Some(flight) = self.flights.remove(&ticket) else { return };
+        let end = match outcome {
+            Outcome::Finished(reason) => {
+                let Flight { prompt_tokens, output_tokens, .. } = flight;
+                End::Finished(Finished { reason, usage: Usage { prompt_tokens, output_tokens, ..Usage::default() } })
+            }
+            Outcome::Preempted => End::Preempted,
+            Outcome::Aborted(reason) => {
+                let failure = flight.failure;
+                let error = failure.unwrap_or_else(|| DecodeError::from_reason(reason, &flight.prefill));
+                self.metrics.request_failed(error.reason());
+                End::Failed(error)
+            }
+        };
+        flight.events.end(end);
+    }
+
+    /// Shuts the sender out. When that cannot be said at once, the ticket's terminal arrival says it later, or is in the inbox.
+    fn revoke(&mut self, ticket: TicketId, reason: transfer::AbortReason) {
+        match self.transport.revoke(ticket, reason) {
+            Revoked::Now => self.scheduler.fenced(ticket, &mut self.actions),
+            Revoked::Pending | Revoked::NotOpen => {}
+        }
+    }
+
+    /// Launches what can be launched, and collects one step. Whether there was one.
+    fn step(&mut self, clock: &dyn Clock) -> Result<bool, StepLoopFailure> {
+        while let Some(plan) = self.scheduler.plan(&mut self.actions) {
+            let tokens: usize = plan.rows.iter().map(|row| row.tokens.len()).sum();
+            self.metrics.step_rows.observe(plan.rows.len() as f64);
+            self.metrics.step_tokens.observe(tokens as f64);
+            self.launched.push_back(clock.now());
+            self.engine.launch(Arc::new(plan))?;
+        }
+        self.carry_out(); // sequences that gave way for lack of pages
+        let Some(launched_at) = self.launched.pop_front() else {
+            return Ok(false);
+        };
+        let output = self.engine.collect()?;
+        self.scheduler.complete(output, &mut self.actions)?;
+        self.metrics.steps.inc();
+        self.metrics.step_seconds.observe((clock.now() - launched_at).as_secs_f64());
+        self.carry_out();
+        Ok(true)
+    }
+
+    fn report(&self) {
+        let counts = self.scheduler.counts();
+        let load = Load {
+            waiting: counts.reserved + counts.landing,
+            running: counts.committed + counts.running,
+            pending_prompt_tokens: 0,
+            pools: vec![pool_load(PageGroup::Full, counts.full), pool_load(PageGroup::Window, counts.window)],
+            steps: counts.steps,
+        };
+        let step_due = load.running > 0;
+        let idle = self.scheduler.is_idle() && self.flights.is_empty();
+        self.status.set_report(LoadReport { load, step_due, idle });
+    }
+}
+
+impl Turn for DecodeState {
+    type Message = Message;
+
+    fn turn(&mut self, clock: &dyn Clock, inbox: &mut VecDeque<Message>) -> Result<Next, StepLoopFailure> {
+        let now = clock.now();
+        if self.status.is_draining() {
+            self.scheduler.drain();
+        }
+        for message in inbox.drain(..) {
+            self.on_message(now, message)?;
+        }
+        self.write_staged()?;
+        self.cancel_abandoned();
+        self.scheduler.expire(now, &mut self.actions);
+        self.carry_out();
+        let has_stepped = self.step(clock)?;
+        let preemptions = self.scheduler.counts().preemptions;
+        self.metrics.preemptions.inc_by(preemptions - std::mem::replace(&mut self.preemptions_seen, preemptions));
+        self.report();
+        Ok(if has_stepped { Next::Again } else { Next::Wait })
+    }
+}

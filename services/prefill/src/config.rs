@@ -1,0 +1,148 @@
+//! The prefill worker's config file.
+
+use chassis::config::{Problems, Validate};
+use chassis::net::Address;
+use kv::PageShape;
+use scheduler::PrefillConfig;
+use serde::{Deserialize, Serialize};
+use transfer::TransferConfig;
+use types::{KvLayout, ParallelLayout, Role};
+use worker::config::{validate_layout, validate_name};
+use worker::{Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
+
+/// One prefill worker. Defaults are those of the CPU engine.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// The worker's name, stable over restarts and unique in the fleet.
+    pub name: String,
+    /// Where routers connect (gRPC).
+    pub listen: Address,
+    /// Health and metrics (HTTP).
+    pub admin_listen: Address,
+    /// Where the weights are.
+    pub model: ModelSource,
+    /// Degrees of parallelism.
+    pub layout: ParallelLayout,
+    /// Rounding.
+    pub numerics: NumericsConfig,
+    /// Positions a KV page holds; the same on decode.
+    pub page_tokens: u32,
+    /// Most positions of one sequence, prompt and answer together.
+    pub max_context_tokens: u32,
+    /// Tokens that one step computes. A cancelled prompt stops at the next chunk.
+    pub chunk_tokens: u32,
+    /// Prompts that wait; one more is refused.
+    pub max_queued: u32,
+    /// Prompts that hold pages: one computes, the transfers of the others are ending.
+    pub max_prompts: u32,
+    /// Pages for layers of full attention; by default as many as two prompts of the longest kind hold.
+    pub full_pages: Option<u32>,
+    /// Pages for layers of sliding-window attention; by default as many as `max_prompts` hold.
+    pub window_pages: Option<u32>,
+    /// The step loop.
+    pub step_loop: StepLoopConfig,
+    /// KV transfer.
+    pub transfer: TransferConfig,
+    /// How the step loop is driven; simulations set it.
+    #[serde(skip)]
+    pub driver: Driver,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            name: "prefill".into(),
+            listen: Address::new("127.0.0.1", 9100),
+            admin_listen: Address::new("127.0.0.1", 9101),
+            model: ModelSource::EmbeddedNano,
+            layout: ParallelLayout::tp(2),
+            numerics: NumericsConfig::default(),
+            page_tokens: 16,
+            max_context_tokens: 8_192,
+            chunk_tokens: 256,
+            max_queued: 64,
+            max_prompts: 4,
+            full_pages: None,
+            window_pages: None,
+            step_loop: StepLoopConfig::default(),
+            transfer: TransferConfig::default(),
+            driver: Driver::default(),
+        }
+    }
+}
+
+impl Validate for Config {
+    fn validate(&self, problems: &mut Problems) {
+        validate_name(&self.name, problems);
+        validate_layout(self.layout, problems);
+        problems.check(self.layout.ep == 1, "layout.ep", "must be 1: prefill splits every expert over all ranks");
+        problems.range("page_tokens", self.page_tokens, 1..=1_024);
+        problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
+        problems.range("chunk_tokens", self.chunk_tokens, 1..=1 << 16);
+        problems.range("max_queued", self.max_queued, 1..=1 << 16);
+        problems.range("max_prompts", self.max_prompts, 1..=1_024);
+        problems.nested("step_loop", &self.step_loop);
+        if let Err(reason) = self.transfer.validate() {
+            problems.report("transfer", reason);
+        }
+    }
+}
+
+/// What follows from a config and a model.
+pub(crate) struct Sizes {
+    pub(crate) engine: EngineConfig,
+    pub(crate) scheduler: PrefillConfig,
+}
+
+impl Config {
+    pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
+        let model = model.checkpoint().config();
+        if self.max_context_tokens as usize > model.max_context_tokens {
+            let (ours, most) = (self.max_context_tokens, model.max_context_tokens);
+            return Err(WorkerError::Config(format!("max_context_tokens is {ours}, the model has {most}")));
+        }
+        let shape = PageShape { page_tokens: self.page_tokens, window: model.window as u32 };
+        let longest = shape.pages_for(self.max_context_tokens);
+        let mut scheduler = PrefillConfig {
+            max_queued: self.max_queued,
+            max_prompts: self.max_prompts,
+            max_context_tokens: self.max_context_tokens,
+            chunk_tokens: self.chunk_tokens,
+            full_pages: self.full_pages.unwrap_or(2 * longest),
+            window_pages: 0,
+            // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
+            lookahead: false,
+            remembered_tickets: 4 * self.max_queued + 1_024,
+        };
+        let window_pages = scheduler.window_pages_per_prompt(shape, self.max_context_tokens) * self.max_prompts;
+        scheduler.window_pages = self.window_pages.unwrap_or(window_pages);
+        let engine = EngineConfig {
+            role: Role::Prefill,
+            layout: self.layout,
+            numerics: self.numerics,
+            page_tokens: self.page_tokens,
+            full_pages: scheduler.full_pages,
+            window_pages: scheduler.window_pages,
+            max_slots: self.max_prompts,
+            max_step_tokens: self.chunk_tokens,
+        };
+        Ok(Sizes { engine, scheduler })
+    }
+
+    /// A chunk is computed only when its KV has room in the lane, so the largest must fit.
+    pub(crate) fn check_room(&self, layout: &KvLayout) -> Result<(), WorkerError> {
+        let layers = layout.full_layers.len() + layout.window_layers.len();
+        let page_bytes = layers * layout.kv_heads as usize * layout.head_bytes();
+        // A chunk ends the page that the one before it left unfinished; the first chunk of the window sends the window before it.
+        let pages = (self.chunk_tokens.max(layout.window) / layout.page_tokens + 2) as usize;
+        let (needed, room) = (pages * page_bytes, self.transfer.in_flight_bytes_max);
+        if needed > room as usize {
+            return Err(WorkerError::Config(format!(
+                "transfer.in_flight_bytes_max is {room}, a chunk of {} tokens needs up to {needed}",
+                self.chunk_tokens
+            )));
+        }
+        Ok(())
+    }
+}

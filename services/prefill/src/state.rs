@@ -1,0 +1,391 @@
+//! The step loop's state: scheduler, engine, transfers and streams, brought together in one synchronous turn.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use engine::group::EngineGroup;
+use scheduler::{
+    AbortReason, PrefillAction, PrefillOutcome, PrefillRefusal, PrefillRequest, PrefillScheduler, PrefillStep,
+    TransferEnd,
+};
+use tokio::sync::{mpsc, oneshot};
+use transfer::{FirstToken, Receipt, TransferError};
+use types::{FinishReason, Finished, Load, PageGroup, PrefillEvent, SampledToken, TicketId, Usage};
+use worker::status::pool_load;
+use worker::{Clock, LoadReport, Next, Status, StepLoopFailure, Turn, WorkerMetrics};
+
+use crate::error::PrefillError;
+use crate::export::{Export, Exporter};
+use crate::handoff::Handoff;
+
+/// What others say to the step loop.
+pub enum Message {
+    /// A router hands a prompt in.
+    Submit(Box<Submit>),
+    /// The lane has room for the chunk that waits for it, or never will.
+    Room {
+        /// Whose chunk.
+        ticket: TicketId,
+        /// Whether.
+        room: Result<(), TransferError>,
+    },
+    /// A transfer is over.
+    TransferEnded {
+        /// Which.
+        ticket: TicketId,
+        /// How.
+        outcome: Result<Receipt, TransferError>,
+    },
+}
+
+/// A prompt handed in.
+pub struct Submit {
+    pub(crate) request: PrefillRequest,
+    /// `None` when nothing is to be sent.
+    pub(crate) handoff: Option<Arc<Handoff>>,
+    pub(crate) events: mpsc::Sender<Result<PrefillEvent, PrefillError>>,
+    pub(crate) reply: oneshot::Sender<Result<(), PrefillError>>,
+}
+
+/// One prompt that has not ended.
+struct Job {
+    handoff: Option<Arc<Handoff>>,
+    events: mpsc::Sender<Result<PrefillEvent, PrefillError>>,
+    prompt_tokens: u32,
+    submitted_at: Instant,
+    started_at: Option<Instant>,
+    computed_at: Option<Instant>,
+    /// What the decode worker acknowledged.
+    receipt: Option<Receipt>,
+    /// More than the scheduler knows of why it will end.
+    failure: Option<PrefillError>,
+}
+
+/// A chunk that is planned and not launched.
+struct Pending {
+    step: PrefillStep,
+    room: Room,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Room {
+    Unasked,
+    Waiting,
+    Taken,
+}
+
+/// A chunk in flight.
+struct Launched {
+    step: u64,
+    ticket: TicketId,
+    at: Instant,
+}
+
+/// See the module.
+pub struct PrefillState {
+    scheduler: PrefillScheduler,
+    engine: Arc<EngineGroup>,
+    exporter: Arc<Exporter>,
+    jobs: HashMap<TicketId, Job>,
+    actions: Vec<PrefillAction>,
+    pending: Option<Pending>,
+    launched: VecDeque<Launched>,
+    status: Arc<Status>,
+    metrics: WorkerMetrics,
+}
+
+impl PrefillState {
+    /// Nothing is queued. `exporter` is the engine's listener.
+    #[must_use]
+    pub fn new(
+        scheduler: PrefillScheduler,
+        engine: Arc<EngineGroup>,
+        exporter: Arc<Exporter>,
+        status: Arc<Status>,
+        metrics: WorkerMetrics,
+    ) -> Self {
+        let (jobs, actions, launched) = (HashMap::new(), Vec::new(), VecDeque::new());
+        let state = Self { scheduler, engine, exporter, jobs, actions, pending: None, launched, status, metrics };
+        state.report();
+        state
+    }
+
+    fn on_message(&mut self, now: Instant, message: Message) {
+        match message {
+            Message::Submit(submit) => self.on_submit(now, *submit),
+            Message::Room { ticket, room } => self.on_room(ticket, room),
+            Message::TransferEnded { ticket, outcome } => self.on_transfer_ended(ticket, outcome),
+        }
+        self.carry_out(now);
+    }
+
+    fn on_submit(&mut self, now: Instant, submit: Submit) {
+        let Submit { request, handoff, events, reply } = submit;
+        let (ticket, prompt_tokens) = (request.ticket, request.sequence.prompt.len() as u32);
+        let submitted =
+            if self.status.is_draining() { Err(PrefillRefusal::Draining) } else { self.scheduler.submit(request) };
+        if let Err(refusal) = submitted {
+            let error = PrefillError::from(refusal);
+            self.metrics.request_failed(error.reason());
+            let _ = reply.send(Err(error)); // a caller that left needs no answer
+            return;
+        }
+        let job = Job {
+            handoff,
+            events,
+            prompt_tokens,
+            submitted_at: now,
+            started_at: None,
+            computed_at: None,
+            receipt: None,
+            failure: None,
+        };
+        self.jobs.insert(ticket, job);
+        // If the caller left meanwhile, its stream is closed, and the sweep for abandoned streams finds it.
+        let _ = reply.send(Ok(()));
+    }
+
+    fn on_room(&mut self, ticket: TicketId, room: Result<(), TransferError>) {
+        if let Some(pending) = self.pending.as_mut().filter(|pending| pending.step.ticket == ticket) {
+            pending.room = Room::Taken;
+        }
+        if let Err(error) = room {
+            self.fail(ticket, error.into());
+        }
+    }
+
+    fn on_transfer_ended(&mut self, ticket: TicketId, outcome: Result<Receipt, TransferError>) {
+        let end = match outcome {
+            Ok(receipt) => {
+                if let Some(job) = self.jobs.get_mut(&ticket) {
+                    job.receipt = Some(receipt);
+                }
+                TransferEnd::Committed
+            }
+            Err(error) => {
+                self.metrics.transfer_failed(error.cause());
+                self.fail(ticket, error.into());
+                TransferEnd::Aborted
+            }
+        };
+        // A prompt that never held pages here is gone already: there is nothing to unpin.
+        let _ = self.scheduler.transfer_ended(ticket, end, &mut self.actions);
+    }
+
+    /// Ends a prompt for a reason of which more is known than the scheduler's enum says.
+    fn fail(&mut self, ticket: TicketId, failure: PrefillError) {
+        let reason = match &failure {
+            PrefillError::Transfer(TransferError::PeerLost { .. } | TransferError::Unreachable { .. }) => {
+                AbortReason::PeerLost
+            }
+            PrefillError::Cancelled => AbortReason::Cancelled,
+            _ => AbortReason::TransferFailed,
+        };
+        if let Some(job) = self.jobs.get_mut(&ticket) {
+            job.failure.get_or_insert(failure);
+        }
+        // One that has ended already has nothing left to end.
+        let _ = self.scheduler.cancel(ticket, reason, &mut self.actions);
+    }
+
+    /// Ends prompts whose reader has left, or whose transfer failed while they compute.
+    fn cancel_hopeless(&mut self, now: Instant) {
+        let hopeless = |job: &Job| {
+            if job.events.is_closed() {
+                return Some(PrefillError::Cancelled);
+            }
+            job.handoff.as_ref().filter(|_| job.receipt.is_none()).and_then(|handoff| handoff.failure())
+        };
+        let found: Vec<(TicketId, PrefillError)> =
+            self.jobs.iter().filter_map(|(ticket, job)| Some((*ticket, hopeless(job)?))).collect();
+        for (ticket, failure) in found {
+            self.fail(ticket, failure);
+        }
+        self.carry_out(now);
+    }
+
+    fn carry_out(&mut self, now: Instant) {
+        while !self.actions.is_empty() {
+            for action in std::mem::take(&mut self.actions) {
+                match action {
+                    PrefillAction::FirstToken { ticket, index, token, finish } => {
+                        self.on_first_token(now, ticket, index, token, finish);
+                    }
+                    // `Ended` came before it and gave the transfer up; its task will say when it is over.
+                    PrefillAction::AbortTransfer { .. } => {}
+                    PrefillAction::Ended { ticket, outcome } => self.on_ended(now, ticket, outcome),
+                }
+            }
+        }
+    }
+
+    fn on_first_token(
+        &mut self,
+        now: Instant,
+        ticket: TicketId,
+        index: u32,
+        token: SampledToken,
+        finish: Option<FinishReason>,
+    ) {
+        let Some(job) = self.jobs.get_mut(&ticket) else { return };
+        job.computed_at = Some(now);
+        let started_at = job.started_at.unwrap_or(job.submitted_at);
+        if let (Some(handoff), None) = (&job.handoff, finish) {
+            handoff.commit(FirstToken { index, token: token.token, logprob: token.logprob });
+        }
+        job.send(Ok(PrefillEvent::FirstToken {
+            index,
+            token,
+            cached_tokens: 0,
+            queue_us: (started_at - job.submitted_at).as_micros() as u64,
+            compute_us: (now - started_at).as_micros() as u64,
+        }));
+        if let Some(reason) = finish {
+            let usage = Usage { prompt_tokens: job.prompt_tokens, output_tokens: index + 1, ..Usage::default() };
+            job.send(Ok(PrefillEvent::Finished(Finished { reason, usage })));
+        }
+    }
+
+    fn on_ended(&mut self, now: Instant, ticket: TicketId, outcome: PrefillOutcome) {
+        let Some(job) = self.jobs.remove(&ticket) else { return };
+        match outcome {
+            PrefillOutcome::Sent => {
+                let kv_bytes = job.receipt.map_or(0, |receipt| receipt.kv_bytes);
+                let since = |start: Option<Instant>| start.map_or_else(Default::default, |start| now - start);
+                let transfer = since(job.handoff.as_ref().and_then(|handoff| handoff.first_part_at()));
+                let tail = since(job.computed_at);
+                self.metrics.transfer_bytes.inc_by(kv_bytes);
+                self.metrics.transfer_seconds.observe(transfer.as_secs_f64());
+                let (transfer_us, tail_us) = (transfer.as_micros() as u64, tail.as_micros() as u64);
+                job.send(Ok(PrefillEvent::Committed { kv_bytes, transfer_us, tail_us }));
+                return;
+            }
+            // `Finished` was sent with the token.
+            PrefillOutcome::Finished(_) => {}
+            PrefillOutcome::Aborted(reason) => {
+                let error = job.failure.clone().unwrap_or_else(|| PrefillError::from_reason(reason));
+                self.metrics.request_failed(error.reason());
+                job.send(Err(error));
+            }
+        }
+        // Whether or not anything was published: the task waits for orders that will not come.
+        if let Some(handoff) = &job.handoff {
+            handoff.give_up();
+        }
+    }
+
+    /// Launches the next chunk if its KV has room, and collects one. Whether there was one.
+    fn step(&mut self, clock: &dyn Clock) -> Result<bool, StepLoopFailure> {
+        if self.pending.is_none() {
+            self.pending = self.scheduler.plan().map(|step| Pending { step, room: Room::Unasked });
+        }
+        if let Some(mut pending) = self.pending.take() {
+            if self.has_room(&mut pending) {
+                self.launch(clock.now(), pending.step)?;
+            } else {
+                self.pending = Some(pending);
+            }
+            self.carry_out(clock.now());
+        }
+        let Some(launched) = self.launched.pop_front() else { return Ok(false) };
+        let output = self.engine.collect()?;
+        let now = clock.now();
+        self.exporter.end(launched.step);
+        self.metrics.steps.inc();
+        self.metrics.step_seconds.observe((now - launched.at).as_secs_f64());
+        // Before its token is taken: a context that was not handed over whole is not committed.
+        let handoff = self.jobs.get(&launched.ticket).and_then(|job| job.handoff.as_ref());
+        if let Some(failure) = handoff.and_then(|handoff| handoff.failure()) {
+            self.fail(launched.ticket, failure);
+        }
+        self.scheduler.complete(output, &mut self.actions)?;
+        self.carry_out(now);
+        Ok(true)
+    }
+
+    /// Whether the chunk's KV fits into the lane: room first, work second. A chunk of a prompt that has ended needs none.
+    fn has_room(&mut self, pending: &mut Pending) -> bool {
+        let PrefillStep { ticket, publish_kv, positions, .. } = &pending.step;
+        let handoff = self.jobs.get(ticket).and_then(|job| job.handoff.clone()).filter(|_| *publish_kv);
+        let Some(handoff) = handoff else { return true };
+        if pending.room == Room::Unasked {
+            let layers = self.num_layers();
+            let slices =
+                (0..self.engine.ranks()).flat_map(|rank| handoff.map.ready_slices(rank, 0..layers, positions.clone()));
+            let bytes: usize = slices.map(|slice| handoff.map.slice_bytes(&slice)).sum();
+            pending.room = match handoff.take_room(bytes) {
+                Ok(true) => Room::Taken,
+                Ok(false) => Room::Waiting,
+                Err(error) => {
+                    self.fail(*ticket, error);
+                    Room::Taken
+                }
+            };
+        }
+        pending.room == Room::Taken
+    }
+
+    fn num_layers(&self) -> u32 {
+        let layout = self.engine.kv_layout();
+        (layout.full_layers.len() + layout.window_layers.len()) as u32
+    }
+
+    fn launch(&mut self, now: Instant, step: PrefillStep) -> Result<(), StepLoopFailure> {
+        let PrefillStep { ticket, plan, positions, publish_kv, tables, .. } = step;
+        let number = plan.step;
+        if let Some(job) = self.jobs.get_mut(&ticket) {
+            job.started_at.get_or_insert(now);
+            if let Some(handoff) = job.handoff.clone().filter(|_| publish_kv && job.failure.is_none()) {
+                self.exporter.begin(Export { step: number, handoff, tables, positions: positions.clone() });
+            }
+        }
+        self.metrics.step_rows.observe(plan.rows.len() as f64);
+        self.metrics.step_tokens.observe(positions.len() as f64);
+        self.launched.push_back(Launched { step: number, ticket, at: now });
+        self.engine.launch(Arc::new(plan))?;
+        Ok(())
+    }
+
+    fn report(&self) {
+        let counts = self.scheduler.counts();
+        let load = Load {
+            waiting: counts.queued,
+            running: counts.computing + counts.sending,
+            pending_prompt_tokens: counts.pending_tokens,
+            pools: vec![pool_load(PageGroup::Full, counts.full), pool_load(PageGroup::Window, counts.window)],
+            steps: counts.steps,
+        };
+        // A chunk that waits for room waits for a peer; that has a bound of its own.
+        let step_due = counts.computing > 0 && self.pending.is_none();
+        let idle = self.scheduler.is_idle() && self.jobs.is_empty();
+        self.status.set_report(LoadReport { load, step_due, idle });
+    }
+}
+
+impl Job {
+    /// All events of a prompt fit into its channel; a reader that has left is found by `cancel_hopeless`.
+    fn send(&self, event: Result<PrefillEvent, PrefillError>) {
+        let _ = self.events.try_send(event);
+    }
+}
+
+impl Turn for PrefillState {
+    type Message = Message;
+
+    fn turn(&mut self, clock: &dyn Clock, inbox: &mut VecDeque<Message>) -> Result<Next, StepLoopFailure> {
+        let now = clock.now();
+        if self.status.is_draining() {
+            self.scheduler.drain();
+        }
+        for message in inbox.drain(..) {
+            self.on_message(now, message);
+        }
+        self.cancel_hopeless(now);
+        self.scheduler.expire(now, &mut self.actions);
+        self.carry_out(now);
+        let has_stepped = self.step(clock)?;
+        self.report();
+        Ok(if has_stepped { Next::Again } else { Next::Wait })
+    }
+}

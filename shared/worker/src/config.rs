@@ -1,0 +1,167 @@
+//! The parts of a worker's config that both roles have.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use chassis::config::{Problems, Validate};
+use engine::cpu::{Numerics, Precision};
+use serde::{Deserialize, Serialize};
+use types::KvDtype;
+
+/// Where the weights are. Written as `embedded-nano`, or else as the path of a checkpoint directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ModelSource {
+    /// gpt-oss-nano, inside the binary.
+    EmbeddedNano,
+    /// A checkpoint directory, in the Hugging Face layout or the original one.
+    Directory(PathBuf),
+}
+
+const EMBEDDED_NANO: &str = "embedded-nano";
+
+impl FromStr for ModelSource {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(if text == EMBEDDED_NANO { Self::EmbeddedNano } else { Self::Directory(text.into()) })
+    }
+}
+
+impl fmt::Display for ModelSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::EmbeddedNano => f.write_str(EMBEDDED_NANO),
+            Self::Directory(path) => path.display().fmt(f),
+        }
+    }
+}
+
+impl Serialize for ModelSource {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for ModelSource {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        Ok(text.parse().unwrap_or_else(|never| match never {}))
+    }
+}
+
+/// How numbers are rounded: `f32` or `bf16`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rounding {
+    /// Exact: what the CPU engine's bit-for-bit stability and the fixtures refer to.
+    F32,
+    /// As the published reference rounds.
+    Bf16,
+}
+
+impl From<Rounding> for Precision {
+    fn from(rounding: Rounding) -> Self {
+        match rounding {
+            Rounding::F32 => Self::F32,
+            Rounding::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+/// Section `numerics`. Prefill and decode must agree in `kv`; that they agree in the rest is what makes their tokens agree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct NumericsConfig {
+    /// Activations and router logits.
+    pub compute: Rounding,
+    /// Weights with which the chosen experts are added.
+    pub routing: Rounding,
+    /// Keys and values in the cache.
+    pub kv: Rounding,
+}
+
+impl Default for NumericsConfig {
+    fn default() -> Self {
+        Self { compute: Rounding::F32, routing: Rounding::F32, kv: Rounding::F32 }
+    }
+}
+
+impl NumericsConfig {
+    /// As the engine takes it.
+    #[must_use]
+    pub fn engine(&self) -> Numerics {
+        Numerics { compute: self.compute.into(), routing: self.routing.into() }
+    }
+
+    /// Element type of the cache.
+    #[must_use]
+    pub fn kv_dtype(&self) -> KvDtype {
+        match self.kv {
+            Rounding::F32 => KvDtype::F32,
+            Rounding::Bf16 => KvDtype::Bf16,
+        }
+    }
+}
+
+/// Section `step_loop`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StepLoopConfig {
+    /// Messages that wait for the loop. Who sends one more waits: gRPC handlers, and KV connections, whose senders wait in turn.
+    pub inbox_messages_max: usize,
+    /// The loop looks at deadlines at least this often.
+    pub tick_ms: u64,
+    /// The worker reports STUCK when steps are due and none has finished for so long.
+    pub stuck_after_ms: u64,
+}
+
+impl Default for StepLoopConfig {
+    fn default() -> Self {
+        Self { inbox_messages_max: 1_024, tick_ms: 100, stuck_after_ms: 10_000 }
+    }
+}
+
+impl Validate for StepLoopConfig {
+    fn validate(&self, problems: &mut Problems) {
+        problems.range("inbox_messages_max", self.inbox_messages_max, 1..=1 << 20);
+        problems.range("tick_ms", self.tick_ms, 1..=10_000);
+        problems.range("stuck_after_ms", self.stuck_after_ms, 100..=3_600_000);
+    }
+}
+
+/// What an engine is built from, gathered from a role's config.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// The role's name, for logs.
+    pub role: types::Role,
+    /// Degrees of parallelism.
+    pub layout: types::ParallelLayout,
+    /// Rounding.
+    pub numerics: NumericsConfig,
+    /// Positions a page holds.
+    pub page_tokens: u32,
+    /// Pages of the full-attention group.
+    pub full_pages: u32,
+    /// Pages of the window group.
+    pub window_pages: u32,
+    /// Slots.
+    pub max_slots: u32,
+    /// Tokens that the rows of one step have together.
+    pub max_step_tokens: u32,
+}
+
+/// Checks degrees of parallelism without knowing the model; whether they divide its heads is checked when it is opened.
+pub fn validate_layout(layout: types::ParallelLayout, problems: &mut Problems) {
+    problems.range("layout.tp", layout.tp, 1..=64);
+    problems.range("layout.dp", layout.dp, 1..=1);
+    problems.range("layout.ep", layout.ep, 1..=64);
+    let divides = layout.ep > 0 && layout.ranks().is_multiple_of(layout.ep);
+    problems.check(divides, "layout.ep", format_args!("is {}, it must divide tp x dp ({})", layout.ep, layout.ranks()));
+}
+
+/// Checks a worker's name, which travels in every ticket.
+pub fn validate_name(name: &str, problems: &mut Problems) {
+    let is_sound = (1..=128).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_graphic());
+    problems.check(is_sound, "name", "must be 1 to 128 visible ASCII characters");
+}

@@ -1,0 +1,123 @@
+//! What a worker counts.
+
+use std::sync::Arc;
+
+use chassis::Metrics;
+use chassis::metrics::seconds_buckets;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use types::{PagePoolLoad, WorkerState};
+
+use crate::status::Status;
+
+/// Labels of `damask_kv_pages`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PageLabels {
+    state: &'static str,
+    group: &'static str,
+}
+
+/// A label `state`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StateLabel {
+    state: &'static str,
+}
+
+/// Why something failed: counters by cause, since an alert on a sum tells nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct CauseLabel {
+    /// A name from a fixed set.
+    pub cause: &'static str,
+}
+
+/// Handles to the worker's metrics. Cheap to clone.
+#[derive(Clone)]
+pub struct WorkerMetrics {
+    /// Steps finished.
+    pub steps: Counter,
+    /// Seconds of a step, from its launch to its output.
+    pub step_seconds: Histogram,
+    /// Tokens that the rows of a step computed.
+    pub step_tokens: Histogram,
+    /// Rows of a step.
+    pub step_rows: Histogram,
+    /// KV bytes sent or received.
+    pub transfer_bytes: Counter,
+    /// Seconds of a transfer, from the first byte to its acknowledgement (prefill) or commit (decode).
+    pub transfer_seconds: Histogram,
+    /// Transfers that ended without a commit, by cause.
+    pub transfer_failures: Family<CauseLabel, Counter>,
+    /// Requests that ended without an answer, by cause.
+    pub request_failures: Family<CauseLabel, Counter>,
+    /// Sequences that gave way for lack of pages.
+    pub preemptions: Counter,
+}
+
+impl WorkerMetrics {
+    /// Registers everything; gauges mirror `status` at each scrape.
+    #[must_use]
+    pub fn new(metrics: &Metrics, status: &Arc<Status>) -> Self {
+        mirror_status(metrics, Arc::clone(status));
+        let powers_of_two = |most: u32| (0..=most).map(|exponent| f64::from(1_u32 << exponent));
+        Self {
+            steps: metrics.counter("steps", "Engine steps finished"),
+            step_seconds: metrics.histogram("step_seconds", "Seconds of an engine step", seconds_buckets()),
+            step_tokens: metrics.histogram("step_tokens", "Tokens that a step computed", powers_of_two(13)),
+            step_rows: metrics.histogram("step_rows", "Sequences in a step", powers_of_two(8)),
+            transfer_bytes: metrics.counter("transfer_bytes", "KV bytes transferred by committed tickets"),
+            transfer_seconds: metrics.histogram(
+                "transfer_seconds",
+                "Seconds of a KV transfer, from its first byte to its end",
+                seconds_buckets(),
+            ),
+            transfer_failures: metrics.counters("transfer_failures", "KV transfers that ended without a commit"),
+            request_failures: metrics.counters("request_failures", "Requests that ended without an answer"),
+            preemptions: metrics.counter("preemptions", "Sequences that gave way for lack of pages"),
+        }
+    }
+
+    /// Counts a transfer that failed.
+    pub fn transfer_failed(&self, cause: &'static str) {
+        self.transfer_failures.get_or_create(&CauseLabel { cause }).inc();
+    }
+
+    /// Counts a request that failed.
+    pub fn request_failed(&self, cause: &'static str) {
+        self.request_failures.get_or_create(&CauseLabel { cause }).inc();
+    }
+}
+
+fn mirror_status(metrics: &Metrics, status: Arc<Status>) {
+    let pages: Family<PageLabels, Gauge> = metrics.gauges("kv_pages", "KV pages by state and page group");
+    let sequences: Family<StateLabel, Gauge> = metrics.gauges("sequences", "Sequences waiting and running");
+    let states: Family<StateLabel, Gauge> = metrics.gauges("worker_state", "1 for the worker's present state");
+    let loaded: Gauge = metrics.gauge("load_done", "Weights read so far, of load_total");
+    let to_load: Gauge = metrics.gauge("load_total", "Weights to read");
+    metrics.before_scrape(move || {
+        let load = status.report().load;
+        for PagePoolLoad { group, total: _, free, reserved, landing, live, quarantined } in load.pools {
+            for (state, count) in [
+                ("free", free),
+                ("reserved", reserved),
+                ("landing", landing),
+                ("live", live),
+                ("quarantined", quarantined),
+            ] {
+                pages.get_or_create(&PageLabels { state, group: group.name() }).set(count.into());
+            }
+        }
+        for (state, count) in [("waiting", load.waiting), ("running", load.running)] {
+            sequences.get_or_create(&StateLabel { state }).set(count.into());
+        }
+        let present = status.state();
+        for state in WorkerState::ALL {
+            states.get_or_create(&StateLabel { state: state.name() }).set((state == present).into());
+        }
+        let progress = status.loading();
+        loaded.set(progress.done as i64);
+        to_load.set(progress.total as i64);
+    });
+}

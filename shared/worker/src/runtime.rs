@@ -1,0 +1,127 @@
+//! What a worker's `run` does around its own business: sockets, probes, loading, the drain, the end.
+
+use std::sync::Arc;
+
+use chassis::admin::Admin;
+use chassis::net::{Address, Listener, Network, http};
+use chassis::tasks::Tasks;
+use chassis::{Metrics, Shutdown};
+use tokio::sync::oneshot;
+use types::{Incarnation, PeerId, WorkerId};
+
+use crate::config::StepLoopConfig;
+use crate::error::WorkerError;
+use crate::metrics::WorkerMetrics;
+use crate::status::Status;
+use crate::step_loop::{Driver, StepLoop};
+
+/// The frame of one running worker.
+pub struct Runtime {
+    /// Its sockets.
+    pub network: Arc<dyn Network>,
+    /// Its tasks, and the orders to end.
+    pub tasks: Tasks,
+    /// What it says of itself.
+    pub status: Arc<Status>,
+    /// What it counts.
+    pub metrics: WorkerMetrics,
+    /// Name and life.
+    pub peer: PeerId,
+    registry: Metrics,
+    driver: Driver,
+}
+
+impl Runtime {
+    /// Nothing runs yet.
+    #[must_use]
+    pub fn new(name: &str, driver: Driver, network: Arc<dyn Network>, shutdown: Shutdown) -> Self {
+        let (registry, status) = (Metrics::new(), Arc::new(Status::default()));
+        let incarnation = match driver {
+            Driver::Thread => uuid::Uuid::new_v4().as_u64_pair().0,
+            Driver::Simulated { incarnation, .. } => incarnation,
+        };
+        let peer = PeerId { worker: WorkerId(name.into()), incarnation: Incarnation(incarnation) };
+        let metrics = WorkerMetrics::new(&registry, &status);
+        Self { network, tasks: Tasks::new(shutdown), status, metrics, peer, registry, driver }
+    }
+
+    /// The orders to end.
+    #[must_use]
+    pub fn shutdown(&self) -> &Shutdown {
+        self.tasks.shutdown()
+    }
+
+    /// Listens.
+    ///
+    /// # Errors
+    /// `Listen`.
+    pub async fn bind(&self, purpose: &'static str, address: &Address) -> Result<Listener, WorkerError> {
+        let listener = self.network.bind(purpose, address).await;
+        listener.map_err(|cause| WorkerError::Listen { address: address.clone(), purpose, cause })
+    }
+
+    /// Serves probes and metrics.
+    pub fn serve_admin(&self, listener: Listener) {
+        let (live, ready) = (Arc::clone(&self.status), Arc::clone(&self.status));
+        let admin = Admin {
+            live: Arc::new(move || live.live()),
+            ready: Arc::new(move || ready.ready()),
+            metrics: self.registry.clone(),
+        };
+        http::serve_admin(&self.tasks, listener, admin);
+    }
+
+    /// Runs `work`, which blocks, on a thread of its own; in a simulation, where no time passes meanwhile, right here. `None` when the order
+    /// to drain came first: the thread is then left to itself, for the process is about to end.
+    pub async fn blocking<T: Send + 'static>(
+        &self,
+        name: &'static str,
+        work: impl FnOnce() -> Result<T, WorkerError> + Send + 'static,
+    ) -> Result<Option<T>, WorkerError> {
+        if self.driver != Driver::Thread {
+            return work().map(Some);
+        }
+        let (outcome, done) = oneshot::channel();
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || drop(outcome.send(work())));
+        thread.map_err(|error| WorkerError::Config(format!("cannot start thread {name}: {error}")))?;
+        tokio::select! {
+            outcome = done => match outcome {
+                Ok(outcome) => outcome.map(Some),
+                Err(_) => Err(WorkerError::Panicked(name)),
+            },
+            () = self.shutdown().drain().cancelled() => Ok(None),
+        }
+    }
+
+    /// Serves until told to end: passes the drain on by `on_drain`, stops everything if the step loop fails, and ends the loop last,
+    /// when no task can have anything to say to it.
+    ///
+    /// # Errors
+    /// What ended the worker, if it was not told to end.
+    pub async fn run<M: Send + 'static>(
+        self,
+        step_loop: StepLoop<M>,
+        config: &StepLoopConfig,
+        on_drain: impl Fn() + Send + Sync + 'static,
+    ) -> Result<(), WorkerError> {
+        self.status.monitor(&self.tasks, std::time::Duration::from_millis(config.stuck_after_ms));
+        let (status, shutdown) = (Arc::clone(&self.status), self.shutdown().clone());
+        self.tasks.spawn_background("drain", async move {
+            shutdown.drain().cancelled().await;
+            status.begin_drain();
+            on_drain();
+        });
+        let (ended, shutdown) = (step_loop.ended(), self.shutdown().clone());
+        self.tasks.spawn_background("step-loop-watch", async move {
+            if let Err(error) = ended.await {
+                tracing::error!(%error, "step loop failed, stopping");
+                shutdown.begin_stop();
+            }
+        });
+        self.status.loaded();
+        tracing::info!(peer = %self.peer, "ready");
+        let joined = self.tasks.join().await;
+        step_loop.stop().await?;
+        Ok(joined?)
+    }
+}

@@ -3,6 +3,8 @@
 //! `cargo test --release -p gateway harmony -- --nocapture`. The folder is the one that `HARMONY_CASES` names, or else
 //! `tests/cases/harmony`; the format of the cases is described in its README. Each file is one case, at any depth.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::path::{Path, PathBuf};
 
 use format::chat::{

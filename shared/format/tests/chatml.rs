@@ -3,6 +3,8 @@
 //! Like ChatML: one token begins and one ends a message, the first line names the role, the model thinks between two marks
 //! of plain text, and calls are JSON objects between two more. All that it shares with Harmony is a vocabulary.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::Arc;
 
 use format::chat::{

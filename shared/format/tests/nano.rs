@@ -1,5 +1,7 @@
 //! Prompts and answers of gpt-oss-nano, whose vocabulary has Harmony's control tokens at other numbers than o200k_harmony.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::Arc;
 
 use format::chat::{Answer, ChatFormat, ChatStream, completions};

@@ -1,5 +1,7 @@
 //! What holds for any text and any tokens.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::{Arc, LazyLock};
 
 use format::chat::{
@@ -113,7 +115,7 @@ proptest! {
         prop_assert!(!CONTROL.iter().any(|name| shown.contains(name)), "{}", shown);
     }
 
-    /// The stop token may or may not be given to the stream, and a turn cut short is the beginning of the whole one.
+    /// What a stream has given out is the beginning of the whole answer, wherever it is cut.
     #[test]
     fn answers_only_grow(tokens in output(), tools in tools(), cut in 0_usize..60) {
         let (whole, _) = answer(&tokens, &tools, FinishReason::Stop);
@@ -136,7 +138,7 @@ proptest! {
         }
     }
 
-    /// Whatever was made is in one of the fields, if there was a body with text of the assistant.
+    /// All text of the assistant is in one of the fields.
     #[test]
     fn streams_and_events_agree(tokens in output(), tools in tools()) {
         let mut parser = HARMONY.parser_of(Some(Role::Assistant), &tools);

@@ -345,3 +345,90 @@ impl Answer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use types::{FinishReason, TokenId};
+
+    use super::{Answer, ChatFinish, ChatStream, Field};
+    use crate::chat::format::{Channel, Event, Header, Parser, Recipient, Role};
+
+    /// A format in which token `n` means the `n`th list of events.
+    struct Script(Vec<Vec<Event>>);
+
+    impl Parser for Script {
+        fn push(&mut self, token: TokenId, events: &mut Vec<Event>) {
+            events.extend(self.0[token as usize].clone());
+        }
+
+        fn finish(&mut self, _events: &mut Vec<Event>) {}
+    }
+
+    fn header(channel: Option<Channel>, function: Option<&str>) -> Event {
+        let recipient = function.map(|name| Recipient::Function(name.to_owned()));
+        Event::Header(Header { role: Role::Assistant, name: None, recipient, channel, content_type: None })
+    }
+
+    fn body(text: &str) -> Event {
+        Event::Body(text.to_owned())
+    }
+
+    fn end(body_tokens: u32) -> Event {
+        Event::End { complete: true, body_tokens }
+    }
+
+    fn run(script: Vec<Vec<Event>>, reason: FinishReason) -> (Vec<Option<Field>>, Answer, super::Finished) {
+        let tokens = 0..script.len() as TokenId;
+        let mut stream = ChatStream::new(Box::new(Script(script)));
+        let mut deltas = Vec::new();
+        let fields = tokens.map(|token| stream.push(token, &mut deltas)).collect();
+        let finished = stream.finish(reason, &mut deltas);
+        let mut answer = Answer::default();
+        deltas.iter().for_each(|delta| answer.push(delta));
+        (fields, answer, finished)
+    }
+
+    #[test]
+    fn each_token_knows_its_field() {
+        let script = vec![
+            vec![header(Some(Channel::Reasoning), None)],
+            vec![body("t")],
+            vec![end(1)],
+            vec![header(Some(Channel::Answer), None)],
+            vec![],
+            vec![body("é")],
+            vec![end(2)],
+            vec![header(None, Some("f"))],
+            vec![body("{}")],
+        ];
+        let (fields, answer, finished) = run(script, FinishReason::Stop);
+        let (r, c, t) = (Some(Field::Reasoning), Some(Field::Content), Some(Field::ToolCall));
+        assert_eq!(fields, [None, r, None, None, c, c, None, None, t]);
+        assert_eq!(finished.reason, ChatFinish::ToolCalls);
+        assert_eq!(finished.reasoning_tokens, 1);
+        assert_eq!((answer.reasoning.as_deref(), answer.content.as_deref()), (Some("t"), Some("é")));
+        assert_eq!(answer.tool_calls[0].arguments, "{}");
+    }
+
+    #[test]
+    fn text_without_a_channel_is_the_answer_only_if_it_is_last_and_alone() {
+        let headless = || vec![header(None, None), body("h"), end(3)];
+        let (_, alone, finished) = run(vec![headless()], FinishReason::Stop);
+        assert_eq!((alone.reasoning, alone.content.as_deref(), finished.reasoning_tokens), (None, Some("h"), 0));
+
+        let answer = || vec![header(Some(Channel::Answer), None), body("a"), end(1)];
+        for script in [vec![headless(), answer()], vec![answer(), headless()]] {
+            let (_, answer, finished) = run(script, FinishReason::Stop);
+            assert_eq!((answer.reasoning.as_deref(), answer.content.as_deref()), (Some("h"), Some("a")));
+            assert_eq!(finished.reasoning_tokens, 3);
+        }
+    }
+
+    #[test]
+    fn a_call_without_arguments_is_an_empty_object_if_finished_and_none_if_cut() {
+        let script = || vec![vec![header(None, Some("f")), end(0)], vec![header(None, Some("g"))]];
+        let (_, answer, _) = run(script(), FinishReason::Length);
+        assert_eq!(answer.tool_calls.len(), 1);
+        assert_eq!(answer.tool_calls[0].arguments, "{}");
+    }
+}

@@ -88,12 +88,16 @@ pub struct Header {
 
 /// Who speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs)]
 pub enum Role {
+    /// The server.
     System,
+    /// The application.
     Developer,
+    /// The person.
     User,
+    /// The model.
     Assistant,
+    /// A tool that answers a call.
     Tool,
 }
 

@@ -105,3 +105,62 @@ fn assistant(reasoning: Option<&str>, content: Option<&str>, calls: &[ToolCall],
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Message, messages};
+    use crate::chat::{Conversation, Message as ChatMessage, RenderError, ToolCall};
+    use crate::harmony::Content;
+
+    fn said(reasoning: Option<&str>, content: Option<&str>, calls: &[(&str, &str)]) -> ChatMessage {
+        let call =
+            |(id, name): &(&str, &str)| ToolCall { id: (*id).into(), name: (*name).into(), arguments: "{}".into() };
+        ChatMessage::Assistant {
+            reasoning: reasoning.map(str::to_owned),
+            content: content.map(str::to_owned),
+            tool_calls: calls.iter().map(call).collect(),
+        }
+    }
+
+    fn result(call_id: &str) -> ChatMessage {
+        ChatMessage::ToolResult { call_id: call_id.into(), text: "r".into() }
+    }
+
+    fn lower(conversation: Vec<ChatMessage>) -> Result<Vec<Message>, RenderError> {
+        let lowered = messages(&Conversation { messages: conversation, ..Conversation::default() })?;
+        Ok(lowered.into_iter().skip(1).collect())
+    }
+
+    fn channels_and_texts(conversation: Vec<ChatMessage>) -> Vec<(String, String)> {
+        let text = |content| if let Content::Text(parts) = content { parts.concat() } else { String::new() };
+        lower(conversation)
+            .unwrap()
+            .into_iter()
+            .map(|message| (message.channel.unwrap(), text(message.content)))
+            .collect()
+    }
+
+    #[test]
+    fn an_empty_content_is_an_answer_only_where_nothing_else_is() {
+        let pair = |channel: &str, text: &str| (channel.to_owned(), text.to_owned());
+        assert_eq!(channels_and_texts(vec![said(None, Some(""), &[])]), [pair("final", "")]);
+        assert_eq!(channels_and_texts(vec![said(Some("t"), Some(""), &[])]), [pair("analysis", "t")]);
+        assert_eq!(channels_and_texts(vec![said(None, Some(""), &[("a", "f")])]), [pair("commentary", "{}")]);
+        assert_eq!(channels_and_texts(vec![said(None, None, &[])]), []);
+    }
+
+    #[test]
+    fn a_result_belongs_to_the_latest_call_before_it() {
+        let conversation =
+            vec![said(None, None, &[("a", "f")]), result("a"), said(None, None, &[("a", "g")]), result("a")];
+        let names: Vec<_> = lower(conversation).unwrap().into_iter().filter_map(|message| message.name).collect();
+        assert_eq!(names, ["functions.f", "functions.g"]);
+    }
+
+    #[test]
+    fn a_result_without_a_call_is_an_error_that_names_it() {
+        let error = lower(vec![result("b"), said(None, None, &[("b", "f")])]).unwrap_err();
+        assert_eq!(error, RenderError::UnknownToolCall { message_idx: 0, id: "b".into() });
+        assert_eq!(error.field(), "messages[0].tool_call_id");
+    }
+}

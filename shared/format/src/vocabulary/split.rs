@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use regex_automata::meta::{BuildError, Regex};
+use regex_automata::meta::Regex;
 use regex_automata::{Anchored, Input};
 
 /// All alternatives of the pattern but the last two, as they stand in tokenizer.json.
@@ -20,13 +20,10 @@ const SPACE_BEFORE_WORD: usize = 1;
 
 /// The same without look-ahead, which a linear-time engine does not have: `\s+(?!\S)` is a run up to the end of the text, or
 /// else a run less its last character.
-static SPLIT: LazyLock<Regex> =
-    LazyLock::new(|| build().expect("the patterns are constant, and a test runs them against the published tokens"));
-
-#[allow(clippy::result_large_err)]
-fn build() -> Result<Regex, BuildError> {
+static SPLIT: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new_many(&[&format!(r"{WORDS}|\s+$"), r"\s+\s", r"\s+"])
-}
+        .expect("the patterns are constant, and every test encodes text")
+});
 
 /// Whether `pattern` is the split pattern that [`pieces`] carries out.
 pub(super) fn is_o200k_pattern(pattern: &str) -> bool {

@@ -225,7 +225,8 @@ fn check_merges(model: &Model) -> Result<(), VocabularyError> {
                 .copied()
                 .ok_or_else(|| inconsistent(field(), format!("{token:?} is not in model.vocab")))
         };
-        (id_of(left)?, id_of(right)?);
+        id_of(left)?;
+        id_of(right)?;
         let id = id_of(&made)?;
         if id < last {
             return Err(inconsistent(

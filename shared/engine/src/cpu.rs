@@ -10,8 +10,10 @@ mod attention;
 mod batch;
 mod experts;
 mod forward;
+#[cfg(test)]
+mod kernel_tests;
 mod kv_pool;
-mod link;
+pub(crate) mod link;
 mod matmul;
 mod norm;
 mod rank;

@@ -185,17 +185,22 @@ impl RankThread {
         ready: SyncSender<Result<(), EngineError>>,
     ) {
         self.fault.register(self.rank);
+        // Held beyond a panic: whoever sees this end of the channel gone finds the fault tripped.
+        let mut ready = Some(ready);
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             let mut engine = match construct(self.rank) {
                 Ok(engine) => engine,
                 Err(error) => {
                     let reason = error.to_string();
-                    let _ = ready.send(Err(error)); // nobody listens once another rank has failed
+                    if let Some(ready) = ready.take() {
+                        let _ = ready.send(Err(error)); // nobody listens once another rank has failed
+                    }
                     return Err(reason);
                 }
             };
-            let _ = ready.send(Ok(()));
-            drop(ready);
+            if let Some(ready) = ready.take() {
+                let _ = ready.send(Ok(())); // as above
+            }
             self.serve(&mut engine).map_err(|error| error.to_string())
         }));
         match outcome {
@@ -245,3 +250,6 @@ fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
+
+#[cfg(test)]
+mod tests;

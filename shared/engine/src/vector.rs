@@ -98,6 +98,38 @@ fn reduce(a: V, f: impl Fn(f32, f32) -> f32) -> f32 {
     f(f(four[0], four[2]), f(four[1], four[3]))
 }
 
+/// Adds the halves of every segment of `2 * HALF` lanes: of `a` into the first eight lanes, of `b` into the others.
+#[inline(always)]
+fn halve<const HALF: usize>(a: &V, b: &V) -> V {
+    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
+    for segment in 0..LANES / (2 * HALF) {
+        for i in 0..HALF {
+            let (to, from) = (segment * HALF + i, segment * 2 * HALF + i);
+            (low[to], high[to]) = (a[from], a[from + HALF]);
+            (low[LANES / 2 + to], high[LANES / 2 + to]) = (b[from], b[from + HALF]);
+        }
+    }
+    zip(low, high, |low, high| low + high)
+}
+
+/// [`sum`] of each of 16 vectors, in the same tree, at a quarter of the cost: 15 additions of vectors instead of 64.
+#[inline(always)]
+pub(crate) fn sums(rows: &[V; LANES]) -> V {
+    let mut by_eight = [[0.0; LANES]; 8];
+    for i in 0..8 {
+        by_eight[i] = halve::<8>(&rows[2 * i], &rows[2 * i + 1]);
+    }
+    let mut by_four = [[0.0; LANES]; 4];
+    for i in 0..4 {
+        by_four[i] = halve::<4>(&by_eight[2 * i], &by_eight[2 * i + 1]);
+    }
+    let mut by_two = [[0.0; LANES]; 2];
+    for i in 0..2 {
+        by_two[i] = halve::<2>(&by_four[2 * i], &by_four[2 * i + 1]);
+    }
+    halve::<1>(&by_two[0], &by_two[1])
+}
+
 /// Sum of 16 lanes in a fixed tree.
 #[inline(always)]
 pub(crate) fn sum(a: V) -> f32 {
@@ -158,7 +190,7 @@ fn power_of_two(n: f32) -> f32 {
 mod tests {
     use half::bf16;
 
-    use super::{Rounding, ToBf16, exp, sum};
+    use super::{Rounding, ToBf16, exp, sum, sums};
 
     #[test]
     fn exp_is_within_its_stated_error() {
@@ -195,6 +227,13 @@ mod tests {
             }
         }
         assert!(ToBf16::round(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn sums_of_many_equal_single_sums_bit_for_bit() {
+        let rows: [[f32; 16]; 16] =
+            std::array::from_fn(|row| std::array::from_fn(|lane| ((row * 31 + lane * 17) as f32).sin() * 1e3));
+        assert_eq!(sums(&rows).map(f32::to_bits), rows.map(sum).map(f32::to_bits));
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! Paged attention with sinks, and rotary embedding.
 
+use std::hint::black_box;
 use std::marker::PhantomData;
 
 use super::kv_pool::{KvElement, PagePool, PageTable};
 use crate::simd::{Kernel, LANES, V};
-use crate::vector::{Rounding, exp, fma, greater, map, max, splat, sum, zip};
+use crate::vector::{Rounding, exp, fma, greater, map, max, splat, sum, sums, zip};
 
 /// Elements of a head; the same in all gpt-oss models, so loops over it have a fixed length.
 pub(crate) const HEAD_DIM: usize = 64;
@@ -156,14 +157,22 @@ impl<E: KvElement, R: Rounding> Attention<'_, E, R> {
         let (q, _) = q.as_chunks::<LANES>();
         let q: [V; CHUNKS] = std::array::from_fn(|c| q[c]);
         let scores = &mut self.scratch[scratch..].as_flattened_mut()[from - query.start..to - query.start];
-        for (score, key) in scores.iter_mut().zip(&keys[from - base..to - base]) {
-            let (key, _) = key.as_chunks::<LANES>();
-            let mut products = [0.0; LANES];
-            for c in 0..CHUNKS {
-                products = fma(q[c], E::load(&key[c]), products);
+        let mut products = [[0.0; LANES]; LANES];
+        for (scores, keys) in scores.chunks_mut(LANES).zip(keys[from - base..to - base].chunks(LANES)) {
+            for (products, key) in products.iter_mut().zip(keys) {
+                // Both `black_box` keep LLVM from vectorising over keys, with gathers: 2.2 ns a key instead of 13.5 (AVX-512, Zen 5).
+                let (key, _) = black_box(key).as_chunks::<LANES>();
+                let mut sum = [0.0; LANES];
+                for c in 0..CHUNKS {
+                    sum = fma(q[c], E::load(&key[c]), sum);
+                }
+                *products = sum;
             }
-            // The scale is a power of two: exact.
-            *score = R::round(sum(products)) * 0.125;
+            let sums = sums(black_box(&products));
+            for (score, sum) in scores.iter_mut().zip(sums) {
+                // The scale is a power of two: exact.
+                *score = R::round(sum) * 0.125;
+            }
         }
     }
 

@@ -157,6 +157,11 @@ impl<E: KvElement> KvPool<E> {
         &self.tables[slot][group as usize]
     }
 
+    /// Changes a slot's table. The pages must exist.
+    pub(crate) fn apply(&mut self, delta: &PageDelta) {
+        self.tables[delta.slot.0 as usize][delta.group as usize].apply(delta);
+    }
+
     /// Stores key and value of one head at `position` of a slot's sequence.
     #[expect(clippy::too_many_arguments, reason = "the address of one vector in a five-dimensional cache")]
     pub(crate) fn store(
@@ -215,8 +220,10 @@ impl KvCache {
             if let Some(page) = delta.append.iter().find(|page| page.0 as usize >= pages) {
                 return Err(format!("{page:?} is beyond the {pages} pages of group {}", delta.group));
             }
-            let table = pool.tables.get_mut(delta.slot.0 as usize).ok_or_else(|| format!("{:?} does not exist", delta.slot))?;
-            table[delta.group as usize].apply(delta);
+            if delta.slot.0 as usize >= pool.tables.len() {
+                return Err(format!("slot {} does not exist", delta.slot.0));
+            }
+            pool.apply(delta);
             Ok(())
         })
     }

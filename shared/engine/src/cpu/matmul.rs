@@ -10,7 +10,7 @@ use std::ops::Range;
 use half::bf16;
 
 use crate::simd::{Kernel, LANES, V};
-use crate::vector::{Rounding, fma, splat, widen};
+use crate::vector::{Rounding, fma, splat, widen, zip};
 
 /// Panels side by side in a tile, where the registers hold them.
 const TILE_PANELS: usize = 4;
@@ -123,25 +123,25 @@ impl<R: Rounding> MatMul<'_, R> {
         let rows: [&[f32]; M] = std::array::from_fn(|m| &self.x[(token + m) * depth..(token + m + 1) * depth]);
         let panels: [&[[bf16; LANES]]; P] = std::array::from_fn(|p| self.weights.panel(panel + p));
         let sums = tree::<P, M>(rows, panels, self.slices);
-        for (m, sums) in sums.iter().enumerate() {
-            for (p, sum) in sums.iter().enumerate() {
-                self.store(token + m, (panel + p) * LANES, sum);
+        for m in 0..M {
+            for p in 0..P {
+                self.store(token + m, (panel + p) * LANES, sums[m][p]);
             }
         }
     }
 
     #[inline(always)]
-    fn store(&mut self, token: usize, column: usize, sum: &V) {
+    fn store(&mut self, token: usize, column: usize, sum: V) {
         let rows = self.weights.rows;
-        let width = LANES.min(rows - column);
-        let out = &mut self.out[token * rows + column..][..width];
-        if self.bias.is_empty() {
-            for (out, sum) in out.iter_mut().zip(sum) {
-                *out = R::round(*sum);
-            }
+        let out = &mut self.out[token * rows + column..(token + 1) * rows];
+        // Whole vectors apart from the last, cut one: with a length known to the compiler sums stay in registers until here.
+        if let Some(out) = out.first_chunk_mut::<LANES>() {
+            let bias = self.bias.get(column..).and_then(|bias| bias.first_chunk()).unwrap_or(&[0.0; LANES]);
+            *out = zip(sum, *bias, |sum, bias| R::round(sum + bias));
         } else {
-            for ((out, sum), bias) in out.iter_mut().zip(sum).zip(&self.bias[column..][..width]) {
-                *out = R::round(*sum + *bias);
+            let bias = self.bias.get(column..).unwrap_or(&[]).iter().chain(std::iter::repeat(&0.0));
+            for ((out, sum), bias) in out.iter_mut().zip(sum).zip(bias) {
+                *out = R::round(sum + bias);
             }
         }
     }
@@ -154,9 +154,6 @@ fn tree<const P: usize, const M: usize>(
     panels: [&[[bf16; LANES]]; P],
     slices: &[Range<usize>],
 ) -> [[V; P]; M] {
-    if let [whole] = slices {
-        return chain(rows, panels, whole.clone());
-    }
     // Like a binary counter: level `l` holds a finished sum of 2^l slices while its right neighbour is computed.
     let mut levels = [[[[0.0; LANES]; P]; M]; 4];
     for (i, slice) in slices.iter().enumerate() {
@@ -183,10 +180,12 @@ fn chain<const P: usize, const M: usize>(
     panels: [&[[bf16; LANES]]; P],
     slice: Range<usize>,
 ) -> [[V; P]; M] {
-    let rows = rows.map(|row| &row[slice.clone()]);
-    let panels = panels.map(|panel| &panel[slice.clone()]);
+    // Cut to one length, so that the loop needs no checks.
+    let len = slice.len();
+    let rows = rows.map(|row| &row[slice.start..][..len]);
+    let panels = panels.map(|panel| &panel[slice.start..][..len]);
     let mut sums = [[[0.0; LANES]; P]; M];
-    for k in 0..slice.len() {
+    for k in 0..len {
         let mut weights = [[0.0; LANES]; P];
         for p in 0..P {
             weights[p] = widen(&panels[p][k]);

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use engine::cpu::{CpuOptions, Numerics, build_group};
-use engine::group::EngineGroup;
+use engine::group::{EngineGroup, KvWrite};
+use kv::KvSlice;
 use model::Checkpoint;
 use scheduler::plan::{PageDelta, RowOutputKind, RowTokens, SlotBinding, StepOutput, StepPlan, StepRow};
-use types::{KvDtype, PageGroup, PageId, ParallelLayout, Sampling, SlotId, TokenId};
+use types::{KvDtype, KvLayout, PageGroup, PageId, ParallelLayout, Sampling, SlotId, TokenId};
 
 /// One row of a step.
 pub(crate) struct Row {
@@ -143,4 +144,28 @@ impl Driver {
 /// Takes the most probable token.
 pub(crate) fn greedy() -> Sampling {
     Sampling { temperature: 0.0, ..Sampling::default() }
+}
+
+/// Copies all pages of a slot from one group to another, head by head, as a transfer would.
+pub(crate) fn copy_kv(from: &Driver, to: &Driver, slot: u32) {
+    let layouts = [from.group.kv_layout(), to.group.kv_layout()];
+    let (source, target) = (&from.sequences[&slot], &to.sequences[&slot]);
+    let rank_of = |layout: &KvLayout, head: u32| head / (layout.kv_heads / layout.tp);
+    for (group, source, target) in
+        [(PageGroup::Full, &source.full, &target.full), (PageGroup::Window, &source.window, &target.window)]
+    {
+        for &layer in layouts[0].layers(group) {
+            for head_start in 0..layouts[0].kv_heads {
+                for page in 0..source.len().min(target.len()) {
+                    let slice = KvSlice { group, layer, page: page as u32, head_start, head_count: 1 };
+                    let read = from.group.export_kv(rank_of(layouts[0], head_start), vec![(slice, source[page])]);
+                    let bytes = read.expect("the slice is on this rank").remove(0);
+                    let write = KvWrite { slice, page: target[page], bytes };
+                    to.group
+                        .import_kv(rank_of(layouts[1], head_start), vec![write])
+                        .expect("the slice is on this rank");
+                }
+            }
+        }
+    }
 }

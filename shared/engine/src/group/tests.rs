@@ -1,0 +1,146 @@
+use std::time::{Duration, Instant};
+
+use types::KvDtype;
+
+use super::*;
+use crate::cpu::link::{Exchange, Link};
+
+#[derive(Clone, Copy, PartialEq)]
+enum Failure {
+    Panic,
+    Error,
+}
+
+/// An engine whose steps are one exchange, and whose rank 2 may fail before it takes part in step 3.
+struct Fake {
+    rank: u32,
+    link: Link,
+    failure: Option<Failure>,
+    done: Vec<u64>,
+}
+
+impl Engine for Fake {
+    fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
+        if self.rank == 2 && plan.step == 3 {
+            match self.failure {
+                Some(Failure::Panic) => panic!("made to"),
+                Some(Failure::Error) => return Err(EngineError::Plan { step: 3, reason: "made to".into() }),
+                None => {}
+            }
+        }
+        self.link.exchange(|out| *out = vec![1.0], |all| assert_eq!(all.len(), 4))?;
+        self.done.push(plan.step);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        Ok(StepOutput { step: self.done.remove(0), rows: Vec::new() })
+    }
+
+    fn export_kv(&self, slice: &KvSlice, page: PageId, out: &mut [u8]) -> Result<(), EngineError> {
+        if slice.layer > 0 {
+            return Err(EngineError::KvSlice { slice: *slice, rank: self.rank, reason: "there is one layer".into() });
+        }
+        out.fill(page.0 as u8);
+        Ok(())
+    }
+
+    fn import_kv(&mut self, slice: &KvSlice, page: PageId, bytes: &[u8]) -> Result<(), EngineError> {
+        let mut same = vec![0; bytes.len()];
+        self.export_kv(slice, page, &mut same)
+    }
+}
+
+fn layout() -> KvLayout {
+    KvLayout {
+        full_layers: vec![0],
+        window_layers: Vec::new(),
+        kv_heads: 4,
+        head_dim: 4,
+        page_tokens: 2,
+        window: 128,
+        dtype: KvDtype::F32,
+        tp: 4,
+    }
+}
+
+fn group(failure: Option<Failure>) -> EngineGroup {
+    let fault = Arc::new(Fault::new(4));
+    let exchange = Arc::new(Exchange::new(4, fault.clone()));
+    let construct =
+        move |rank: u32| Ok(Fake { rank, link: Link::new(rank as usize, exchange.clone()), failure, done: Vec::new() });
+    EngineGroup::start("test", 4, layout(), fault, construct).expect("nothing fails yet")
+}
+
+fn launch(group: &EngineGroup, step: u64) -> Result<(), EngineError> {
+    group.launch(Arc::new(StepPlan { step, ..StepPlan::default() }))
+}
+
+#[test]
+fn steps_come_out_in_order_two_in_flight() {
+    let group = group(None);
+    launch(&group, 0).expect("all ranks run");
+    for step in 1..50 {
+        launch(&group, step).expect("all ranks run");
+        assert_eq!(group.collect().expect("all ranks run").step, step - 1);
+    }
+    assert_eq!(group.collect().expect("all ranks run").step, 49);
+    group.shutdown().expect("no rank was lost");
+}
+
+#[test]
+fn a_lost_rank_fails_the_group_and_nothing_hangs() {
+    for (failure, reason) in [(Failure::Panic, "panicked: made to"), (Failure::Error, "step 3 cannot be run: made to")]
+    {
+        let start = Instant::now();
+        let group = group(Some(failure));
+        for step in 0..3 {
+            launch(&group, step).expect("all ranks run");
+            group.collect().expect("all ranks run");
+        }
+        // The other three ranks sleep in the exchange of step 3 when rank 2 goes.
+        let result = launch(&group, 3).and_then(|()| group.collect().map(drop));
+        let lost = |result: Result<(), EngineError>| match result {
+            Err(EngineError::RankLost { rank: 2, reason }) => reason,
+            other => panic!("rank 2 is lost, not {other:?}"),
+        };
+        assert_eq!(lost(result), reason);
+        assert_eq!(lost(launch(&group, 4)), reason);
+        let slice = KvSlice { group: types::PageGroup::Full, layer: 0, page: 0, head_start: 0, head_count: 1 };
+        assert_eq!(lost(group.export_kv(0, vec![(slice, PageId(0))]).map(drop)), reason);
+        assert_eq!(lost(group.shutdown()), reason);
+        assert!(start.elapsed() < Duration::from_secs(5), "released at once, not after {:?}", start.elapsed());
+    }
+}
+
+#[test]
+fn a_constructor_that_fails_or_panics_fails_the_start() {
+    for panics in [false, true] {
+        let construct = move |rank: u32| -> Result<Fake, EngineError> {
+            if rank == 1 {
+                assert!(!panics, "made to");
+                return Err(EngineError::Setup("made to".into()));
+            }
+            let fault = Arc::new(Fault::new(1));
+            Ok(Fake { rank, link: Link::new(0, Arc::new(Exchange::new(1, fault))), failure: None, done: Vec::new() })
+        };
+        let result = EngineGroup::start("test", 3, layout(), Arc::new(Fault::new(3)), construct);
+        match (panics, result.map(drop)) {
+            (false, Err(EngineError::Setup(reason))) => assert_eq!(reason, "made to"),
+            (true, Err(EngineError::RankLost { rank: 1, .. })) => {}
+            (_, other) => panic!("unexpected {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_wrong_slice_is_refused_and_the_group_lives_on() {
+    let group = group(None);
+    let slice = |layer| KvSlice { group: types::PageGroup::Full, layer, page: 0, head_start: 3, head_count: 1 };
+    let wrong = group.export_kv(3, vec![(slice(0), PageId(9)), (slice(1), PageId(9))]);
+    assert!(matches!(wrong, Err(EngineError::KvSlice { rank: 3, .. })), "{wrong:?}");
+    let right = group.export_kv(3, vec![(slice(0), PageId(9))]).expect("the slice is there");
+    assert_eq!(right, [vec![9; layout().head_bytes()]]);
+    let write = KvWrite { slice: slice(0), page: PageId(9), bytes: right[0].clone() };
+    group.import_kv(3, vec![write]).expect("the slice is there");
+}

@@ -62,6 +62,12 @@ impl OpenModel {
         &self.fingerprint
     }
 
+    /// Numbers that stand for no token; they are never sampled.
+    #[must_use]
+    pub fn masked_tokens(&self) -> &[Range<TokenId>] {
+        &self.masked_tokens
+    }
+
     /// How the KV cache of an engine of `config` lies in memory.
     ///
     /// # Errors

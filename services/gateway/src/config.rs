@@ -115,6 +115,8 @@ pub struct LimitsConfig {
     pub prompt_tokens_max: Option<u32>,
     /// Answers to one prompt (`n`).
     pub choices_max: u32,
+    /// How long a client may leave its stream unread although there is something to read.
+    pub slow_reader_timeout_ms: u64,
     /// Time for a whole request, from its arrival to the last token.
     pub request_timeout_ms: u64,
 }
@@ -127,6 +129,7 @@ impl Default for LimitsConfig {
             concurrent_requests_max: 1024,
             prompt_tokens_max: None,
             choices_max: 8,
+            slow_reader_timeout_ms: 30_000,
             request_timeout_ms: 3_600_000,
         }
     }
@@ -149,7 +152,11 @@ impl Validate for Config {
             let is_origin = origin == "*" || origin.starts_with("http://") || origin.starts_with("https://");
             let is_header = http::HeaderValue::from_str(origin).is_ok();
             let field = format!("cors_origins[{idx}]");
-            problems.check(is_origin && is_header, &field, "is neither * nor an origin such as https://chat.example.com");
+            problems.check(
+                is_origin && is_header,
+                &field,
+                "is neither * nor an origin such as https://chat.example.com",
+            );
         }
     }
 }
@@ -160,6 +167,7 @@ impl Validate for LimitsConfig {
         problems.range("body_timeout_ms", self.body_timeout_ms, 100..=3_600_000);
         problems.range("concurrent_requests_max", self.concurrent_requests_max, 1..=1 << 20);
         problems.range("choices_max", self.choices_max, 1..=128);
+        problems.range("slow_reader_timeout_ms", self.slow_reader_timeout_ms, 100..=3_600_000);
         problems.range("request_timeout_ms", self.request_timeout_ms, 100..=86_400_000);
         problems.check(self.prompt_tokens_max != Some(0), "prompt_tokens_max", "is 0, at least 1 is needed");
     }
@@ -198,7 +206,8 @@ mod tests {
 
     #[test]
     fn what_makes_no_sense_is_refused_by_name() {
-        let error = parse(&format!("{MINIMAL}limits: {{ choices_max: 0 }}\ncors_origins: [example.com]\n")).unwrap_err();
+        let error =
+            parse(&format!("{MINIMAL}limits: {{ choices_max: 0 }}\ncors_origins: [example.com]\n")).unwrap_err();
         assert!(error.contains("limits.choices_max is 0, allowed is 1 to 128"), "{error}");
         assert!(error.contains("cors_origins[0] is neither"), "{error}");
         let error = parse(&format!("{MINIMAL}api_keys: [{{ name: a, sha256: abc }}]\n")).unwrap_err();

@@ -39,7 +39,8 @@ impl GatewayMetrics {
                 seconds_buckets(),
             ),
             prompt_tokens: metrics.counter("gateway_prompt_tokens", "Tokens of prompts sent to the router"),
-            output_tokens: metrics.counter("gateway_output_tokens", "Tokens generated in answers that ended by themselves"),
+            output_tokens: metrics
+                .counter("gateway_output_tokens", "Tokens generated in answers that ended by themselves"),
             broken_streams: metrics.counter("gateway_broken_streams", "Answers that failed after their first byte"),
         }
     }

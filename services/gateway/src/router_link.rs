@@ -47,6 +47,8 @@ enum LinkState {
     Connecting,
     /// It does not answer.
     Unreachable { reason: String },
+    /// It answers that it cannot serve anything yet, or nothing that can be understood.
+    NotServing { reason: String },
     /// It serves another model, or one with another vocabulary: its tokens would mean something else.
     Stranger { ours: ModelFingerprint, theirs: ModelFingerprint },
     /// It serves our model.
@@ -62,12 +64,7 @@ pub(crate) struct RouterLink {
 
 impl RouterLink {
     /// Starts asking the router at `address` what it serves.
-    pub(crate) fn start(
-        tasks: &Tasks,
-        network: &Arc<dyn Network>,
-        address: &Address,
-        ours: ModelFingerprint,
-    ) -> Self {
+    pub(crate) fn start(tasks: &Tasks, network: &Arc<dyn Network>, address: &Address, ours: ModelFingerprint) -> Self {
         let client = wire::client::inference(channel(network, address, ChannelLimits::default()));
         let (sender, state) = watch::channel(LinkState::Connecting);
         tasks.spawn_background("router watch", watch_router(client.clone(), address.clone(), ours, sender));
@@ -133,6 +130,7 @@ fn log_change(router: &Address, last: &LinkState, next: &LinkState) {
         (LinkState::Known(_), LinkState::Known(_))
         | (LinkState::Stranger { .. }, LinkState::Stranger { .. })
         | (LinkState::Unreachable { .. }, LinkState::Unreachable { .. })
+        | (LinkState::NotServing { .. }, LinkState::NotServing { .. })
         | (_, LinkState::Connecting) => {}
         (_, LinkState::Known(info)) => {
             tracing::info!(%router, max_context_tokens = info.max_context_tokens, "router serves our model");
@@ -140,26 +138,29 @@ fn log_change(router: &Address, last: &LinkState, next: &LinkState) {
         (_, LinkState::Stranger { .. }) => tracing::error!(%router, "{next}"),
         // At a start of the whole stack the router may take longer than the gateway.
         (LinkState::Connecting, LinkState::Unreachable { .. }) => tracing::info!(%router, "waiting for the router"),
-        (_, LinkState::Unreachable { .. }) => tracing::warn!(%router, "{next}"),
+        (LinkState::Connecting | LinkState::Unreachable { .. }, LinkState::NotServing { .. }) => {
+            tracing::info!(%router, "waiting: {next}");
+        }
+        (_, LinkState::Unreachable { .. } | LinkState::NotServing { .. }) => tracing::warn!(%router, "{next}"),
     }
 }
 
 fn judge(ours: &ModelFingerprint, reply: Result<ModelInfo, Status>) -> LinkState {
-    let unreachable = |reason: String| LinkState::Unreachable { reason };
+    let not_serving = |reason: String| LinkState::NotServing { reason };
     let info = match reply {
         Ok(info) => info,
-        Err(status) => return unreachable(format!("{:?}: {}", status.code(), status.message())),
+        Err(status) if status::reason(&status).is_some() => return not_serving(status.message().to_owned()),
+        Err(status) => return LinkState::Unreachable { reason: format!("{:?}: {}", status.code(), status.message()) },
     };
     let Some(theirs) = info.fingerprint else {
-        return unreachable("it does not say which model it serves".into());
+        return not_serving("it does not say which model it serves".into());
     };
     match ModelFingerprint::try_from(theirs) {
-        Err(error) => unreachable(format!("its fingerprint is invalid: {error}")),
+        Err(error) => not_serving(format!("its fingerprint is invalid: {error}")),
         Ok(theirs) if theirs != *ours => LinkState::Stranger { ours: ours.clone(), theirs },
-        Ok(_) => LinkState::Known(RouterInfo {
-            max_context_tokens: info.max_context_tokens,
-            ready_pairs: info.ready_pairs,
-        }),
+        Ok(_) => {
+            LinkState::Known(RouterInfo { max_context_tokens: info.max_context_tokens, ready_pairs: info.ready_pairs })
+        }
     }
 }
 
@@ -168,6 +169,7 @@ impl fmt::Display for LinkState {
         match self {
             Self::Connecting => f.write_str("the router has not been reached yet"),
             Self::Unreachable { reason } => write!(f, "the router cannot be reached ({reason})"),
+            Self::NotServing { reason } => write!(f, "the router cannot serve: {reason}"),
             Self::Stranger { ours, theirs } => {
                 write!(f, "the router serves another model: {theirs} instead of {ours}")
             }
@@ -224,9 +226,14 @@ mod tests {
         let stranger = judge(&ours, Ok(info(Some(theirs.clone()))));
         assert_eq!(stranger, LinkState::Stranger { ours: ours.clone(), theirs });
         assert!(stranger.to_string().contains("tokenizer cd) instead of m"), "{stranger}");
-        for reply in [Ok(info(None)), Ok(info(Some(fingerprint("")))), Err(Status::unavailable("gone"))] {
-            assert!(matches!(judge(&ours, reply), LinkState::Unreachable { .. }));
+        for reply in [
+            Ok(info(None)),
+            Ok(info(Some(fingerprint("")))),
+            Err(status::with_code(Code::Unavailable, "NO_PAIR", "no pair of workers", None)),
+        ] {
+            assert!(matches!(judge(&ours, reply), LinkState::NotServing { .. }));
         }
+        assert!(matches!(judge(&ours, Err(Status::unavailable("gone"))), LinkState::Unreachable { .. }));
     }
 
     #[test]

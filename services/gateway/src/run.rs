@@ -52,7 +52,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         "gateway started"
     );
     warn_if_open(&config, listener.local());
-    let service = Arc::new(Service::new(model, config, router, metrics));
+    let service = Arc::new(Service::new(model, config, router, metrics, tasks.clone()));
     registry.before_scrape({
         let service = Arc::clone(&service);
         move || {
@@ -61,7 +61,11 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     });
 
     let (live, ready) = probes(&service, &shutdown);
-    http_net::serve_admin(&tasks, admin_listener, Admin { live: live.clone(), ready: ready.clone(), metrics: registry });
+    http_net::serve_admin(
+        &tasks,
+        admin_listener,
+        Admin { live: live.clone(), ready: ready.clone(), metrics: registry },
+    );
     if let Some(grpc_listener) = grpc_listener {
         grpc_net::serve(&tasks, "grpc", grpc_listener, grpc::services(&tasks, &service));
     }

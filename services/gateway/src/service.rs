@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use chassis::Tasks;
 use format::chat::{ChatStream, Conversation, Prompt, TurnContext};
 use futures_util::future::try_join_all;
 use tokio::sync::Semaphore;
@@ -68,13 +69,21 @@ pub(crate) struct Service {
     pub(crate) config: Config,
     pub(crate) router: RouterLink,
     pub(crate) metrics: GatewayMetrics,
+    /// What answers run on.
+    pub(crate) tasks: Tasks,
     slots: Arc<Semaphore>,
 }
 
 impl Service {
-    pub(crate) fn new(model: ServedModel, config: Config, router: RouterLink, metrics: GatewayMetrics) -> Self {
+    pub(crate) fn new(
+        model: ServedModel,
+        config: Config,
+        router: RouterLink,
+        metrics: GatewayMetrics,
+        tasks: Tasks,
+    ) -> Self {
         let slots = Arc::new(Semaphore::new(config.limits.concurrent_requests_max));
-        Self { model, config, router, metrics, slots }
+        Self { model, config, router, metrics, tasks, slots }
     }
 
     /// A place among the concurrent requests.
@@ -93,7 +102,9 @@ impl Service {
     /// Whether a request can be answered now; the error says why not.
     pub(crate) fn ready(&self) -> Result<(), String> {
         match self.router.info() {
-            Ok(info) if info.ready_pairs == 0 => Err("the router has no ready pair of prefill and decode workers".into()),
+            Ok(info) if info.ready_pairs == 0 => {
+                Err("the router has no ready pair of prefill and decode workers".into())
+            }
             Ok(_) => Ok(()),
             Err(error) => Err(error.to_string()),
         }
@@ -131,23 +142,16 @@ impl Service {
     /// Writes the prompt of a chat.
     pub(crate) fn render(&self, conversation: &Conversation) -> Result<Prompt, ApiError> {
         refuse_constraints(conversation)?;
-        self.model
-            .format
-            .render(conversation)
-            .map_err(|error| ApiError::invalid(error.field(), error.to_string()))
+        self.model.format.render(conversation).map_err(|error| ApiError::invalid(error.field(), error.to_string()))
     }
 
     /// Starts the generations of `job`; returns once all have been admitted.
-    pub(crate) async fn answer(
-        &self,
-        call: &Call,
-        job: Job,
-        slot: Slot,
-    ) -> Result<Answers, ApiError> {
+    pub(crate) async fn answer(&self, call: &Call, job: Job, slot: Slot) -> Result<Answers, ApiError> {
         let info = self.router.info()?;
         let requests = self.requests(&call.id, &job, info.max_context_tokens)?;
         let prompt_tokens: usize = job.prompts.iter().map(Vec::len).sum();
-        let generations = try_join_all(requests.into_iter().map(|request| self.router.generate(request, &call.trace))).await?;
+        let generations =
+            try_join_all(requests.into_iter().map(|request| self.router.generate(request, &call.trace))).await?;
         let turns = generations.into_iter().map(|generation| (generation, self.turn(&job)));
         self.metrics.prompt_tokens.inc_by(prompt_tokens as u64);
         Ok(Answers::new(turns.collect(), prompt_tokens as u32, slot, self.metrics.clone()))
@@ -160,11 +164,13 @@ impl Service {
     }
 
     fn turn(&self, job: &Job) -> Turn {
-        let parser = match &job.reader {
-            Reader::Chat(turn) => self.model.format.parser(turn),
-            Reader::Plain => Box::new(PlainParser::new(Arc::clone(self.model.vocabulary()))),
-        };
-        Turn::new(ChatStream::new(parser), &job.stop)
+        match &job.reader {
+            Reader::Chat(turn) => Turn::new(ChatStream::new(self.model.format.parser(turn)), &job.stop),
+            Reader::Plain => {
+                let parser = PlainParser::new(Arc::clone(self.model.vocabulary()));
+                Turn::plain(ChatStream::new(Box::new(parser)), &job.stop)
+            }
+        }
     }
 
     /// One request to the router an answer, all of them valid.

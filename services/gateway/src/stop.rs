@@ -119,7 +119,11 @@ mod tests {
                         got += &matcher.push(piece);
                     }
                     got += &matcher.finish();
-                    assert_eq!((got, matcher.matched()), (expected.clone(), matched), "{text:?} {stops:?} {first} {second}");
+                    assert_eq!(
+                        (got, matcher.matched()),
+                        (expected.clone(), matched),
+                        "{text:?} {stops:?} {first} {second}"
+                    );
                 }
             }
         }

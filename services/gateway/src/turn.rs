@@ -39,6 +39,8 @@ pub enum Flow {
 /// Reads one answer.
 pub struct Turn {
     stream: ChatStream,
+    /// There is nothing but content: no format frames it.
+    is_plain: bool,
     /// `None` if the request has no stop strings: then messages keep their borders.
     stops: Option<StopMatcher>,
     deltas: Vec<Delta>,
@@ -60,6 +62,7 @@ impl Turn {
     pub fn new(stream: ChatStream, stops: &[String]) -> Self {
         Self {
             stream,
+            is_plain: false,
             stops: (!stops.is_empty()).then(|| StopMatcher::new(stops)),
             deltas: Vec::new(),
             content_begun: false,
@@ -72,13 +75,20 @@ impl Turn {
         }
     }
 
+    /// Reads a text that no format frames: every token is content.
+    #[must_use]
+    pub fn plain(stream: ChatStream, stops: &[String]) -> Self {
+        Self { is_plain: true, ..Self::new(stream, stops) }
+    }
+
     /// Reads one token; appends the pieces that it completes.
     pub fn push(&mut self, token: SampledToken, pieces: &mut Vec<Piece>) -> Flow {
         self.output_tokens += 1;
         let begins_at = self.content_bytes;
         let mut deltas = std::mem::take(&mut self.deltas);
         let field = self.stream.push(token.token, &mut deltas);
-        if field == Some(Field::Content) && token.logprob.is_some() {
+        let is_content = self.is_plain || field == Some(Field::Content);
+        if is_content && token.logprob.is_some() {
             self.logprobs.push_back((begins_at, token));
         }
         let flow = self.apply(&mut deltas, pieces);
@@ -160,3 +170,7 @@ impl Turn {
         pieces.push(Piece { delta: Delta::Content(delta), logprobs });
     }
 }
+
+#[cfg(test)]
+#[path = "turn_tests.rs"]
+mod tests;

@@ -1,27 +1,21 @@
 //! Chat Completions end to end but for the model: HTTP in, gRPC to a scripted router.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests that panic fail the test")]
+
 mod support;
 
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use serde_json::{Value, json};
-use support::{CONTEXT_TOKENS, Fleet, Step, config, sse, tokens};
+use support::{CONTEXT_TOKENS, Fleet, Step, config, sse};
 use tonic::{Code, Status};
 use types::{FinishReason, ModelFingerprint};
 
-const ANSWER: &str =
-    "<|channel|>analysis<|message|>191 - 42 = 149.<|end|><|start|>assistant<|channel|>final<|message|>It is 149.<|return|>";
+const ANSWER: &str = "<|channel|>analysis<|message|>191 - 42 = 149.<|end|><|start|>assistant<|channel|>final<|message|>It is 149.<|return|>";
 
-/// A router that gives every request the same answer, token by token.
 async fn answering(text: &'static str) -> Fleet {
-    let vocabulary = gateway::served_model::ServedModel::load(&gateway::config::ModelSource::EmbeddedNano).unwrap();
-    let answer = tokens(vocabulary.vocabulary(), text);
-    Fleet::start(move |_| {
-        let tokens = answer.iter().map(|token| Step::Tokens(vec![*token]));
-        Ok(tokens.chain([Step::Finish(FinishReason::Stop)]).collect())
-    })
-    .await
+    Fleet::answering(config(), text, Step::Finish(FinishReason::Stop)).await
 }
 
 fn chunks(body: &str) -> Vec<Value> {
@@ -34,7 +28,8 @@ fn chunks(body: &str) -> Vec<Value> {
 async fn a_whole_answer_and_what_the_router_was_asked() {
     let fleet = answering(ANSWER).await;
     let kwargs = json!({ "current_date": "2025-06-28" });
-    let request = json!({ "model": "gpt-oss-nano", "temperature": 0, "max_tokens": 1024, "chat_template_kwargs": kwargs });
+    let request =
+        json!({ "model": "gpt-oss-nano", "temperature": 0, "max_tokens": 1024, "chat_template_kwargs": kwargs });
     let response = fleet.chat(request).await;
     assert_eq!(response.status(), 200);
     assert!(response.headers()["x-request-id"].to_str().unwrap().starts_with("req_"));
@@ -42,9 +37,12 @@ async fn a_whole_answer_and_what_the_router_was_asked() {
     let num_tokens = fleet.tokens(ANSWER).len();
     assert_eq!(body["object"], "chat.completion");
     assert_eq!(body["model"], "gpt-oss-nano");
-    assert_eq!(body["choices"][0]["message"], json!({
+    assert_eq!(
+        body["choices"][0]["message"],
+        json!({
         "role": "assistant", "content": "It is 149.", "refusal": null,
-        "reasoning_content": "191 - 42 = 149.", "reasoning": "191 - 42 = 149." }));
+        "reasoning_content": "191 - 42 = 149.", "reasoning": "191 - 42 = 149." })
+    );
     assert_eq!(body["choices"][0]["finish_reason"], "stop");
     assert_eq!(body["usage"]["completion_tokens"], num_tokens);
     assert_eq!(body["usage"]["prompt_tokens"], 84);
@@ -99,7 +97,8 @@ async fn a_tool_call_goes_out_and_its_result_comes_in() {
     let id = message["tool_calls"][0]["id"].clone();
     assert!(id.as_str().unwrap().starts_with("call_"));
 
-    let messages = json!([{ "role": "user", "content": "?" }, message, { "role": "tool", "tool_call_id": id, "content": "2" }]);
+    let messages =
+        json!([{ "role": "user", "content": "?" }, message, { "role": "tool", "tool_call_id": id, "content": "2" }]);
     let response = fleet.chat(json!({ "messages": messages, "tools": tools })).await;
     assert_eq!(response.status(), 200);
     let prompt = fleet.model.vocabulary().decode(&fleet.received.lock().unwrap()[1].prompt_tokens);
@@ -134,7 +133,7 @@ async fn several_answers_share_the_seed_and_differ_in_choice() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stop_string_is_cut_out_and_cancels_the_generation() {
-    let fleet = answering(ANSWER).await;
+    let fleet = Fleet::answering(config(), ANSWER, Step::Hang).await;
     // The reasoning has "149" too: stop strings look at content only.
     let body: Value = fleet.chat(json!({ "stop": [" 149"] })).await.json().await.unwrap();
     assert_eq!(body["choices"][0]["message"]["content"], "It is");

@@ -33,8 +33,8 @@ pub struct ChatRequest {
 pub fn lower(body: &Value, context: &LoweringContext) -> Result<ChatRequest, ApiError> {
     let options: ChatOptions = params::read(body)?;
     refuse(&options)?;
-    let mut conversation = completions::conversation(body)
-        .map_err(|error| ApiError::invalid(error.field.clone(), error.to_string()))?;
+    let mut conversation =
+        completions::conversation(body).map_err(|error| ApiError::invalid(error.field.clone(), error.to_string()))?;
     let kwargs = options.chat_template_kwargs.unwrap_or_default();
     let defaults = context.defaults.clone();
     conversation.model_identity = kwargs.model_identity.or(defaults.model_identity);

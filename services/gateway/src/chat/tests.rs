@@ -71,7 +71,10 @@ fn every_option_arrives() {
 fn refusals_name_the_field() {
     let cases = [
         (json!({ "messages": [{ "role": "robot", "content": "" }] }), "messages[0].role"),
-        (json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }), "messages[0].content[0].type"),
+        (
+            json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
+            "messages[0].content[0].type",
+        ),
         (json!({ "temperature": "hot" }), "temperature"),
         (json!({ "max_tokens": -1 }), "max_tokens"),
         (json!({ "stream_options": { "include_usage": 1 } }), "stream_options.include_usage"),
@@ -127,8 +130,11 @@ fn chunks_carry_both_reasoning_names_and_a_call_names_itself_once() {
     ];
     assert_eq!(deltas, expected);
     let first = serde_json::to_value(writer.first(1)).unwrap();
-    assert_eq!(first["choices"][0], json!({
-        "index": 1, "delta": { "role": "assistant" }, "logprobs": null, "finish_reason": null }));
+    assert_eq!(
+        first["choices"][0],
+        json!({
+        "index": 1, "delta": { "role": "assistant" }, "logprobs": null, "finish_reason": null })
+    );
     assert!(first.get("usage").is_none() && writer.usage(Cost::default()).is_none());
     let last = serde_json::to_value(writer.last(0, ChatFinish::ToolCalls)).unwrap();
     assert_eq!(last["choices"][0]["finish_reason"], "tool_calls");
@@ -142,9 +148,12 @@ fn usage_is_null_in_all_chunks_but_the_last_which_has_no_choices() {
     let cost = Cost { prompt_tokens: 10, cached_tokens: 4, output_tokens: 5, reasoning_tokens: 2 };
     let last = serde_json::to_value(writer.usage(cost).unwrap()).unwrap();
     assert_eq!(last["choices"], json!([]));
-    assert_eq!(last["usage"], json!({
+    assert_eq!(
+        last["usage"],
+        json!({
         "prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15,
-        "prompt_tokens_details": { "cached_tokens": 4 }, "completion_tokens_details": { "reasoning_tokens": 2 } }));
+        "prompt_tokens_details": { "cached_tokens": 4 }, "completion_tokens_details": { "reasoning_tokens": 2 } })
+    );
 }
 
 #[test]
@@ -159,13 +168,16 @@ fn a_whole_body_is_what_a_client_accumulates() {
     bare.finish(ChatFinish::Length);
     let body = ChatCompletion::new(&head(), vec![folded, bare], Cost::default(), false);
     let body = serde_json::to_value(body).unwrap();
-    assert_eq!(body["choices"][0], json!({
+    assert_eq!(
+        body["choices"][0],
+        json!({
         "index": 0, "logprobs": null, "finish_reason": "tool_calls",
         "message": {
             "role": "assistant", "content": "Look:", "refusal": null, "reasoning_content": "Hm.\nSo.", "reasoning": "Hm.\nSo.",
             "tool_calls": [{ "id": ResponseKey::new(1).call_id(0, 0), "type": "function",
                 "function": { "name": "f", "arguments": "{\"a\":1}" } }]
-        } }));
+        } })
+    );
     assert_eq!(body["choices"][1]["message"], json!({ "role": "assistant", "content": null, "refusal": null }));
     assert_eq!(body["choices"][1]["finish_reason"], "length");
 }
@@ -175,12 +187,16 @@ fn logprobs_spell_out_tokens() {
     let (head, vocabulary) = (head(), Vocabulary::o200k_harmony());
     let hello = vocabulary.encode("Hello")[0];
     let delta = Delta::Content(TextDelta { message_idx: 0, text: "Hello".into(), joins: false });
-    let top = vec![TokenLogprob { token: hello, logprob: -0.5 }, TokenLogprob { token: 200_002, logprob: f32::NEG_INFINITY }];
+    let top =
+        vec![TokenLogprob { token: hello, logprob: -0.5 }, TokenLogprob { token: 200_002, logprob: f32::NEG_INFINITY }];
     let piece = Piece { delta, logprobs: vec![SampledToken { token: hello, logprob: Some(-0.5), top }] };
     let chunk = serde_json::to_value(ChunkWriter::new(&head, &vocabulary, false).piece(0, &piece)).unwrap();
-    assert_eq!(chunk["choices"][0]["logprobs"], json!({ "content": [{
+    assert_eq!(
+        chunk["choices"][0]["logprobs"],
+        json!({ "content": [{
         "token": "Hello", "logprob": -0.5, "bytes": [72, 101, 108, 108, 111],
         "top_logprobs": [
             { "token": "Hello", "logprob": -0.5, "bytes": [72, 101, 108, 108, 111] },
-            { "token": "<|return|>", "logprob": -9999.0, "bytes": [] }] }] }));
+            { "token": "<|return|>", "logprob": -9999.0, "bytes": [] }] }] })
+    );
 }

@@ -95,7 +95,10 @@ pub fn lower(
         return Err(ApiError::unsupported(param, message));
     }
     if let Some(logprobs) = body.logprobs.filter(|logprobs| *logprobs > LOGPROBS_MAX) {
-        return Err(ApiError::invalid("logprobs", format!("logprobs is {logprobs}, at most {LOGPROBS_MAX} is allowed")));
+        return Err(ApiError::invalid(
+            "logprobs",
+            format!("logprobs is {logprobs}, at most {LOGPROBS_MAX} is allowed"),
+        ));
     }
     let prompts = match body.prompt.ok_or_else(|| ApiError::invalid("prompt", "prompt is missing"))? {
         Prompt::Text(text) => vec![vocabulary.encode(&text)],
@@ -108,7 +111,8 @@ pub fn lower(
     }
     let num_choices = params::num_choices(body.n, choices_max)?;
     if prompts.len() > (choices_max / num_choices) as usize {
-        let message = format!("{} prompts with n = {num_choices}: at most {choices_max} answers are allowed", prompts.len());
+        let message =
+            format!("{} prompts with n = {num_choices}: at most {choices_max} answers are allowed", prompts.len());
         return Err(ApiError::invalid("prompt", message));
     }
     let sampling = SamplingFields {

@@ -51,7 +51,7 @@ fn streamed_and_whole_agree_and_broken_characters_wait_for_their_rest() {
     let vocabulary = Vocabulary::o200k_harmony();
     let head = ResponseHead { key: ResponseKey::new(1), created: 1, model: "m".into() };
     let text = "Grüße 🦜🪿!";
-    let mut turn = Turn::new(ChatStream::new(Box::new(PlainParser::new(vocabulary.clone()))), &[]);
+    let mut turn = Turn::plain(ChatStream::new(Box::new(PlainParser::new(vocabulary.clone()))), &[]);
     let mut pieces = Vec::new();
     let tokens = vocabulary.encode(text);
     for token in &tokens {

@@ -38,7 +38,8 @@ pub(super) async fn create(
     let answers = service.answer(&call, Job::chat(request.plan, prompt, "messages"), slot).await?;
     let head = service.response_head();
     if stream {
-        return Ok(sse::response(events(service, call.id, head, answers, include_usage)));
+        let events = events(Arc::clone(&service), call.id.clone(), head, answers, include_usage);
+        return Ok(sse::response(&service, call.id, events));
     }
     Ok(Json(whole(&service, &head, answers, with_logprobs).await?).into_response())
 }

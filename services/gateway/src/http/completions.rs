@@ -30,8 +30,7 @@ pub(super) async fn create(
     let request = offload(bytes.len(), move || {
         let context = preparing.lowering_context();
         let body = body::parse(&bytes)?;
-        let request =
-            completions::lower(&body, preparing.model.vocabulary(), context.drawn_seed, context.choices_max)?;
+        let request = completions::lower(&body, preparing.model.vocabulary(), context.drawn_seed, context.choices_max)?;
         preparing.check_model(request.model.as_deref())?;
         Ok(request)
     })
@@ -50,7 +49,8 @@ pub(super) async fn create(
     let answers = service.answer(&call, job, slot).await?;
     let head = service.response_head();
     if request.stream {
-        return Ok(sse::response(events(service, call.id, head, answers, request.include_usage)));
+        let events = events(Arc::clone(&service), call.id.clone(), head, answers, request.include_usage);
+        return Ok(sse::response(&service, call.id, events));
     }
     Ok(Json(whole(&service, &head, answers, with_logprobs).await?).into_response())
 }

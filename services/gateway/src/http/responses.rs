@@ -39,7 +39,8 @@ pub(super) async fn create(
     let stream = request.stream;
     let answers = service.answer(&call, Job::chat(request.plan, prompt, "input"), slot).await?;
     if stream {
-        return Ok(sse::response(events(service, call.id, writer, answers)));
+        let events = events(Arc::clone(&service), call.id.clone(), writer, answers);
+        return Ok(sse::response(&service, call.id, events));
     }
     Ok(Json(whole(writer, answers).await?).into_response())
 }

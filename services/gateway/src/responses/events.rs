@@ -103,11 +103,8 @@ impl ResponseWriter {
     /// The answer is complete, or its budget is spent. Returns the finished response.
     pub fn finish(&mut self, end: &TurnEnd, cost: Cost, events: &mut Vec<ResponseEvent>) -> Value {
         let cut = end.reason == ChatFinish::Length;
-        let (status, name) = if cut {
-            (Status::Incomplete, "response.incomplete")
-        } else {
-            (Status::Completed, "response.completed")
-        };
+        let (status, name) =
+            if cut { (Status::Incomplete, "response.incomplete") } else { (Status::Completed, "response.completed") };
         self.close(status, events);
         let response = self.response(status, None, Some(cost.into()));
         self.emit(name, json!({ "response": response }), events);

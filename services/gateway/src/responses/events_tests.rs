@@ -74,10 +74,23 @@ fn reasoning_then_answer() {
     let (events, response) = written(&deltas, ChatFinish::Stop);
     check_invariants(&events);
     let expected = [
-        "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta",
-        "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done", "output_item.added",
-        "content_part.added", "output_text.delta", "output_text.delta", "output_text.done", "content_part.done",
-        "output_item.done", "completed",
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
     ];
     assert_eq!(names(&events), expected);
     assert_eq!(response["status"], "completed");

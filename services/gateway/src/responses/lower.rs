@@ -37,11 +37,8 @@ pub(super) fn lower(request: &ResponsesRequest, context: &LoweringContext) -> Re
         model_identity: defaults.model_identity,
         knowledge_cutoff: defaults.knowledge_cutoff,
     };
-    let sampling = SamplingFields {
-        temperature: request.temperature,
-        top_p: request.top_p,
-        ..SamplingFields::default()
-    };
+    let sampling =
+        SamplingFields { temperature: request.temperature, top_p: request.top_p, ..SamplingFields::default() };
     Ok(ChatPlan {
         conversation,
         sampling: sampling.resolve(context.drawn_seed)?,
@@ -67,7 +64,11 @@ fn refuse_stored(request: &ResponsesRequest) -> Result<(), ApiError> {
         ),
         ("background", request.background == Some(true), "responses cannot run in the background"),
         ("prompt", request.prompt.is_some(), "this server has no prompt templates: send input and instructions"),
-        ("top_logprobs", request.top_logprobs.is_some_and(|n| n > 0), "log-probabilities are reported by Chat Completions only"),
+        (
+            "top_logprobs",
+            request.top_logprobs.is_some_and(|n| n > 0),
+            "log-probabilities are reported by Chat Completions only",
+        ),
     ];
     match refused.into_iter().find(|(_, asked_for, _)| *asked_for) {
         Some((param, _, message)) => Err(ApiError::unsupported(param, message)),

@@ -1,6 +1,7 @@
 //! A gateway and a scripted router in one process, over real loopback connections.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
+#![allow(clippy::unwrap_used, reason = "a helper of tests that panics fails the test")]
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -20,30 +21,32 @@ use tonic::{Request, Response, Status};
 use types::{FinishReason, Finished, GenerateEvent, ModelFingerprint, RequestId, SampledToken, TokenRun, Usage};
 use wire::pb;
 
-pub const CONTEXT_TOKENS: u32 = 2048;
+pub(crate) const CONTEXT_TOKENS: u32 = 2048;
 
 /// What the router does with a request.
 #[derive(Clone)]
-pub enum Step {
+pub(crate) enum Step {
     /// Send these tokens in one message.
     Tokens(Vec<u32>),
     /// End the answer.
     Finish(FinishReason),
     /// Fail.
     Fail(Status),
+    /// Send nothing for this long.
+    Wait(Duration),
     /// Send nothing more, ever.
     Hang,
 }
 
 /// Turns a request into what the router does with it.
-pub type Script = Arc<dyn Fn(&pb::GenerateRequest) -> Result<Vec<Step>, Status> + Send + Sync>;
+pub(crate) type Script = Arc<dyn Fn(&pb::GenerateRequest) -> Result<Vec<Step>, Status> + Send + Sync>;
 
-pub struct FakeRouter {
+pub(crate) struct FakeRouter {
     fingerprint: ModelFingerprint,
     script: Script,
-    pub received: Arc<Mutex<Vec<pb::GenerateRequest>>>,
+    pub(crate) received: Arc<Mutex<Vec<pb::GenerateRequest>>>,
     /// Notified when a stream is dropped before its end.
-    pub cancelled: Arc<Notify>,
+    pub(crate) cancelled: Arc<Notify>,
 }
 
 struct NotifyUnlessDone {
@@ -90,6 +93,7 @@ impl pb::inference_server::Inference for FakeRouter {
                         guard.done = true;
                         yield Err(status);
                     }
+                    Step::Wait(time) => tokio::time::sleep(time).await,
                     Step::Hang => std::future::pending::<()>().await,
                 }
             }
@@ -98,10 +102,7 @@ impl pb::inference_server::Inference for FakeRouter {
         Ok(Response::new(stream.boxed()))
     }
 
-    async fn get_model_info(
-        &self,
-        _: Request<pb::GetModelInfoRequest>,
-    ) -> Result<Response<pb::ModelInfo>, Status> {
+    async fn get_model_info(&self, _: Request<pb::GetModelInfoRequest>) -> Result<Response<pb::ModelInfo>, Status> {
         Ok(Response::new(pb::ModelInfo {
             fingerprint: Some(self.fingerprint.clone().into()),
             max_context_tokens: CONTEXT_TOKENS,
@@ -137,16 +138,16 @@ impl Network for RememberingNetwork {
     }
 }
 
-pub struct Fleet {
-    pub http: String,
-    pub grpc: Address,
-    pub admin: String,
-    pub model: ServedModel,
-    pub received: Arc<Mutex<Vec<pb::GenerateRequest>>>,
-    pub cancelled: Arc<Notify>,
-    pub client: reqwest::Client,
-    pub shutdown: Shutdown,
-    pub network: Arc<dyn Network>,
+pub(crate) struct Fleet {
+    pub(crate) http: String,
+    pub(crate) grpc: Address,
+    pub(crate) admin: String,
+    pub(crate) model: ServedModel,
+    pub(crate) received: Arc<Mutex<Vec<pb::GenerateRequest>>>,
+    pub(crate) cancelled: Arc<Notify>,
+    pub(crate) client: reqwest::Client,
+    pub(crate) shutdown: Shutdown,
+    pub(crate) network: Arc<dyn Network>,
 }
 
 impl Drop for Fleet {
@@ -155,7 +156,7 @@ impl Drop for Fleet {
     }
 }
 
-pub fn config() -> Config {
+pub(crate) fn config() -> Config {
     let any_port = Address::new("127.0.0.1", 0);
     Config {
         listen: any_port.clone(),
@@ -173,14 +174,16 @@ pub fn config() -> Config {
 
 impl Fleet {
     /// A gateway before a router that does what `script` says; the gateway is ready.
-    pub async fn start(script: impl Fn(&pb::GenerateRequest) -> Result<Vec<Step>, Status> + Send + Sync + 'static) -> Self {
+    pub(crate) async fn start(
+        script: impl Fn(&pb::GenerateRequest) -> Result<Vec<Step>, Status> + Send + Sync + 'static,
+    ) -> Self {
         let fleet = Self::start_with(config(), |fingerprint| fingerprint, script).await;
         fleet.until_ready().await;
         fleet
     }
 
     /// Like [`Self::start`], with another config, a router that says to serve another model, and without waiting.
-    pub async fn start_with(
+    pub(crate) async fn start_with(
         mut config: Config,
         routers_model: impl Fn(ModelFingerprint) -> ModelFingerprint,
         script: impl Fn(&pb::GenerateRequest) -> Result<Vec<Step>, Status> + Send + Sync + 'static,
@@ -226,7 +229,19 @@ impl Fleet {
         }
     }
 
-    pub async fn until_ready(&self) {
+    /// A gateway before a router that gives every request the same answer, token by token, and then does `last`.
+    pub(crate) async fn answering(config: Config, text: &'static str, last: Step) -> Self {
+        let vocabulary = Arc::clone(ServedModel::load(&ModelSource::EmbeddedNano).unwrap().vocabulary());
+        let script = move |_: &pb::GenerateRequest| {
+            let tokens = tokens(&vocabulary, text).into_iter().map(|token| Step::Tokens(vec![token]));
+            Ok(tokens.chain([last.clone()]).collect())
+        };
+        let fleet = Self::start_with(config, |ours| ours, script).await;
+        fleet.until_ready().await;
+        fleet
+    }
+
+    pub(crate) async fn until_ready(&self) {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(20);
         while !self.get("/health/ready").await.status().is_success() {
             assert!(tokio::time::Instant::now() < deadline, "the gateway never became ready");
@@ -234,27 +249,27 @@ impl Fleet {
         }
     }
 
-    pub async fn get(&self, path: &str) -> reqwest::Response {
+    pub(crate) async fn get(&self, path: &str) -> reqwest::Response {
         // The listener is bound before the server runs.
         self.client.get(format!("{}{path}", self.http)).send().await.unwrap()
     }
 
-    pub async fn post(&self, path: &str, body: serde_json::Value) -> reqwest::Response {
+    pub(crate) async fn post(&self, path: &str, body: serde_json::Value) -> reqwest::Response {
         self.client.post(format!("{}{path}", self.http)).json(&body).send().await.unwrap()
     }
 
     /// A chat request for one user message, with more fields.
-    pub async fn chat(&self, more: serde_json::Value) -> reqwest::Response {
+    pub(crate) async fn chat(&self, more: serde_json::Value) -> reqwest::Response {
         let mut body = serde_json::json!({ "messages": [{ "role": "user", "content": "What is 191 - 42?" }] });
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         self.post("/v1/chat/completions", body).await
     }
 
-    pub fn tokens(&self, text: &str) -> Vec<u32> {
+    pub(crate) fn tokens(&self, text: &str) -> Vec<u32> {
         tokens(self.model.vocabulary(), text)
     }
 
-    pub async fn until_cancelled(&self) -> Duration {
+    pub(crate) async fn until_cancelled(&self) -> Duration {
         let waiting_since = tokio::time::Instant::now();
         tokio::time::timeout(Duration::from_secs(5), self.cancelled.notified()).await.expect("the router was told");
         waiting_since.elapsed()
@@ -262,7 +277,7 @@ impl Fleet {
 }
 
 /// Tokens of a text in which the names of control tokens stand for these.
-pub fn tokens(vocabulary: &Vocabulary, text: &str) -> Vec<u32> {
+pub(crate) fn tokens(vocabulary: &Vocabulary, text: &str) -> Vec<u32> {
     let mut tokens = Vec::new();
     let mut rest = text;
     while let Some(start) = rest.find("<|") {
@@ -276,10 +291,11 @@ pub fn tokens(vocabulary: &Vocabulary, text: &str) -> Vec<u32> {
 }
 
 /// The data of a body of server-sent events, each with its event's name.
-pub fn sse(body: &str) -> Vec<(Option<String>, String)> {
+pub(crate) fn sse(body: &str) -> Vec<(Option<String>, String)> {
     body.split("\n\n")
         .filter_map(|block| {
-            let field = |name: &str| block.lines().find_map(|line| line.strip_prefix(name)).map(|v| v.trim().to_owned());
+            let field =
+                |name: &str| block.lines().find_map(|line| line.strip_prefix(name)).map(|v| v.trim().to_owned());
             Some((field("event:"), field("data:")?))
         })
         .collect()

@@ -13,6 +13,9 @@ const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 /// Content types that are known without the token that announces one.
 const PLAIN_TYPES: [&str; 2] = ["json", "code"];
 
+/// What arguments begin with.
+const ARGUMENTS: [char; 2] = ['{', '['];
+
 /// How a header began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Origin {
@@ -45,6 +48,7 @@ pub(super) struct Draft {
 
 #[derive(Debug)]
 struct Run {
+    /// What stands before it.
     marker: Option<Marker>,
     text: Vec<u8>,
     /// For each token of `text`, where it ends.
@@ -121,7 +125,7 @@ impl Draft {
         let mut content_tokens = 0;
         for (i, (run, text)) in self.runs.iter().zip(&texts).enumerate() {
             let is_last = i + 1 == self.runs.len();
-            let rest = parts.read_front(run.marker, text, is_last);
+            let rest = parts.read_front(run.marker, text, is_last, tools);
             content.push_str(rest);
             if !rest.trim().is_empty() {
                 let content_start = text.len() - rest.len();
@@ -134,7 +138,7 @@ impl Draft {
             return None;
         }
         let header = parts.header(tools);
-        let looks_like_arguments = content.starts_with(['{', '[']) || broken_by == Break::Stop(Stop::Call);
+        let looks_like_arguments = content.starts_with(ARGUMENTS) || broken_by == Break::Stop(Stop::Call);
         if header.recipient.is_some() && !looks_like_arguments {
             return None;
         }
@@ -147,6 +151,7 @@ struct Parts<'h> {
     role: Option<Role>,
     name: Option<&'h str>,
     origin: Origin,
+    /// Behind `to=`.
     recipient: Option<&'h str>,
     /// A word without `to=` that can only be a recipient.
     bare_recipient: Option<&'h str>,
@@ -181,7 +186,7 @@ impl<'h> Parts<'h> {
     /// No part was found but the role that was there before.
     fn is_empty(&self) -> bool {
         let has_role = self.role.is_some() && self.origin == Origin::Start;
-        !has_role && self.recipient.is_none() && self.plain_type.is_none()
+        !has_role && self.recipient.is_none() && self.bare_recipient.is_none() && self.plain_type.is_none()
     }
 
     fn header(self, tools: &[String]) -> Header {
@@ -232,7 +237,7 @@ impl<'h> Parts<'h> {
     }
 
     /// Reads the parts off the front of a run of a header that was not closed; returns the rest.
-    fn read_front(&mut self, marker: Option<Marker>, text: &'h str, is_last: bool) -> &'h str {
+    fn read_front(&mut self, marker: Option<Marker>, text: &'h str, is_last: bool, tools: &[String]) -> &'h str {
         let mut rest = match marker {
             None => self.role_off_the_front(text, is_last),
             Some(Marker::Channel) => self.channel_off_the_front(text, is_last),
@@ -251,19 +256,24 @@ impl<'h> Parts<'h> {
                 rest = behind;
                 continue;
             }
+            // A word that may as well begin the text is a part of the header only where something says so.
             let (word, behind) = split_type(rest);
-            let is_type = PLAIN_TYPES.contains(&word)
-                && (self.recipient.is_some()
-                    || behind.trim_start().starts_with(['{', '['])
-                    || !is_last && behind.trim().is_empty());
-            if !is_type {
+            let is_before_arguments = behind.trim_start().starts_with(ARGUMENTS);
+            let is_before_marker = !is_last && behind.trim().is_empty();
+            if is_recipient(word, tools) && (is_before_arguments || is_before_marker) {
+                self.bare_recipient.get_or_insert(word);
+            } else if PLAIN_TYPES.contains(&word)
+                && (self.recipient.is_some() || is_before_arguments || is_before_marker)
+            {
+                self.plain_type.get_or_insert(word);
+            } else {
                 return rest;
             }
-            self.plain_type.get_or_insert(word);
             rest = behind;
         }
     }
 
+    /// Reads the role off the front of what stands before the first marker; returns the rest.
     fn role_off_the_front(&mut self, text: &'h str, is_last: bool) -> &'h str {
         let (word, rest) = first_word(text);
         let is_role = match self.origin {
@@ -276,6 +286,7 @@ impl<'h> Parts<'h> {
         if is_role && self.take_role(word) { rest } else { text }
     }
 
+    /// Reads the name off the front of what stands behind a channel marker; returns the rest.
     fn channel_off_the_front(&mut self, text: &'h str, is_last: bool) -> &'h str {
         let (word, rest) = first_word(text);
         let (name, rest) = match word.find("to=") {
@@ -353,7 +364,7 @@ fn first_word(text: &str) -> (&str, &str) {
 
 /// The first word, which arguments may follow without a space, and what follows it.
 fn split_type(text: &str) -> (&str, &str) {
-    text.split_at(text.find(|c: char| c.is_whitespace() || c == '{' || c == '[').unwrap_or(text.len()))
+    text.split_at(text.find(|c: char| c.is_whitespace() || ARGUMENTS.contains(&c)).unwrap_or(text.len()))
 }
 
 /// The role that `word` names, maybe doubled, maybe with a name: `user:dana`.

@@ -152,9 +152,12 @@ pub fn print<T: Serialize>(config: &T) -> String {
     serde_yaml::to_string(config).expect("a config was read from YAML, so YAML can express it")
 }
 
-/// The YAML reader puts the path before its own messages, which name it once more.
+/// The YAML reader puts the path, or its beginning, before its own messages, which name it once more.
 fn strip_path(message: &str, field: &str) -> String {
-    message.strip_prefix(&format!("{field}: ")).unwrap_or(message).to_owned()
+    match message.split_once(": ") {
+        Some((path, reason)) if field.starts_with(path) => reason.to_owned(),
+        _ => message.to_owned(),
+    }
 }
 
 fn apply_override<T>(config: &T, variable: &str, path: &str, text: &str) -> Result<T, ConfigError>

@@ -7,6 +7,7 @@
 
 pub mod client;
 pub mod convert;
+pub mod deadline;
 pub mod server;
 pub mod status;
 pub mod trace;

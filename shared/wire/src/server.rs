@@ -2,7 +2,7 @@
 
 use tonic::server::NamedService;
 use tonic::service::Routes;
-use tonic_health::server::HealthReporter;
+pub use tonic_health::server::HealthReporter;
 
 use crate::MAX_MESSAGE_BYTES;
 use crate::pb::decode_server::{Decode, DecodeServer};

@@ -1,0 +1,306 @@
+//! The rim around a flight: carries its actions out and tells it what happens.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::stream::{self, BoxStream, StreamExt, TryStreamExt};
+use tokio::sync::mpsc;
+use tonic::metadata::MetadataMap;
+use tonic::{Request, Response, Status, Streaming};
+use types::{DecodeEvent, ErrorClass, GenerateEvent, GenerateRequest, PrefillEvent, Role, Ticket, TicketId};
+use wire::{InvalidMessage, pb};
+
+use crate::desk::{Desk, Granted, InFlight, Seat, Waiting};
+use crate::error::RequestError;
+use crate::fleet::{ModelKey, Need};
+use crate::flight::{Action, Event, Flight, Outcome, Pair};
+use crate::metrics::RouterMetrics;
+
+/// What one event may make a flight say to its client at most: tokens, an end or an error, and the greeting.
+pub(crate) const EVENT_MESSAGES_MAX: usize = 3;
+
+/// What the client's stream is fed with.
+pub(crate) type ClientSender = mpsc::Sender<Result<GenerateEvent, RequestError>>;
+
+/// Everything that one flight is connected to.
+pub(crate) struct Drive {
+    pub(crate) desk: Arc<Desk>,
+    pub(crate) metrics: RouterMetrics,
+    pub(crate) model: ModelKey,
+    /// The caller's, of which the trace context is passed on.
+    pub(crate) metadata: MetadataMap,
+    pub(crate) client: ClientSender,
+    pub(crate) arrived: Instant,
+}
+
+/// What a flight holds of its workers at a time.
+#[derive(Default)]
+struct Holdings {
+    waiting: Option<Waiting>,
+    attempt: u32,
+    prefill: Side<PrefillEvent>,
+    decode: Side<DecodeEvent>,
+    in_flight: Option<InFlight>,
+    last_token: Option<Instant>,
+}
+
+/// One worker of the present attempt. The fields are dropped in this order: the work is cancelled before its place is given away.
+struct Side<E> {
+    leg: Option<BoxStream<'static, Result<E, LegError>>>,
+    seat: Option<Seat>,
+    /// Whether the flight was told that this worker is gone.
+    told_gone: bool,
+}
+
+impl<E> Default for Side<E> {
+    fn default() -> Self {
+        Self { leg: None, seat: None, told_gone: false }
+    }
+}
+
+impl<E> Side<E> {
+    fn seated(seat: Seat) -> Self {
+        Self { leg: None, seat: Some(seat), told_gone: false }
+    }
+
+    /// What comes next from this side; never, if there is nothing. Cancellation safe.
+    async fn next(&mut self, takes_messages: bool) -> SideEvent<E> {
+        let message = async {
+            match &mut self.leg {
+                Some(leg) if takes_messages => leg.next().await,
+                _ => std::future::pending().await,
+            }
+        };
+        let gone = async {
+            match &self.seat {
+                Some(seat) if !self.told_gone => seat.gone().cancelled().await,
+                _ => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            message = message => {
+                if !matches!(message, Some(Ok(_))) {
+                    self.leg = None;
+                }
+                SideEvent::Message(message)
+            }
+            () = gone => {
+                self.told_gone = true;
+                SideEvent::Gone
+            }
+        }
+    }
+}
+
+enum SideEvent<E> {
+    /// The leg's next message; `None` when its stream has ended well.
+    Message(Option<Result<E, LegError>>),
+    /// The fleet has given the worker up. Said once.
+    Gone,
+}
+
+impl<E> SideEvent<E> {
+    fn into_event(self, attempt: u32, role: Role, message: impl FnOnce(E) -> Event) -> Event {
+        match self {
+            Self::Message(Some(Ok(event))) => message(event),
+            Self::Message(Some(Err(LegError { class, reason }))) => Event::LegFailed { attempt, role, class, reason },
+            Self::Message(None) => Event::LegClosed { attempt, role },
+            Self::Gone => Event::WorkerGone { attempt, role },
+        }
+    }
+}
+
+/// How a leg ended if not well.
+struct LegError {
+    class: ErrorClass,
+    reason: String,
+}
+
+impl From<Status> for LegError {
+    fn from(status: Status) -> Self {
+        Self { class: wire::status::class(&status), reason: status.message().to_owned() }
+    }
+}
+
+impl From<InvalidMessage> for LegError {
+    fn from(error: InvalidMessage) -> Self {
+        Self { class: ErrorClass::Fatal, reason: format!("message does not follow the protocol: {error}") }
+    }
+}
+
+impl Drive {
+    /// Runs a flight to its end. `out` holds the flight's first actions, `waiting` its place in the queue.
+    pub(crate) async fn run(self, mut flight: Flight, mut out: Vec<Action>, waiting: Waiting) {
+        let mut holdings = Holdings { waiting: Some(waiting), ..Holdings::default() };
+        // Room first, events second: nothing is taken from a worker that cannot be delivered, so a slow client slows its worker down.
+        let mut has_room = true;
+        loop {
+            for action in out.drain(..) {
+                if let Some(outcome) = self.perform(action, &flight, &mut holdings) {
+                    self.finish(&flight, outcome);
+                    return;
+                }
+            }
+            has_room = has_room && self.client.capacity() >= EVENT_MESSAGES_MAX;
+            let deadline = if has_room { flight.deadline() } else { flight.request_deadline() };
+            let attempt = holdings.attempt;
+            let Holdings { waiting, prefill, decode, .. } = &mut holdings;
+            let event = tokio::select! {
+                biased;
+                () = self.client.closed() => Event::ClientGone,
+                room = self.client.reserve_many(EVENT_MESSAGES_MAX), if !has_room => {
+                    if room.is_err() { continue }
+                    has_room = true;
+                    Event::ClientCaughtUp
+                }
+                granted = granted(waiting) => holdings.take_seats(granted),
+                // Before the legs: a stream that always has a token ready must not outrun its deadline.
+                () = tokio::time::sleep_until(deadline.into()) => {
+                    Event::Tick { has_pair: self.desk.has_pair(&self.model) }
+                }
+                said = prefill.next(has_room) => said.into_event(attempt, Role::Prefill, |event| {
+                    self.metrics.prefill(&event);
+                    Event::Prefill { attempt, event }
+                }),
+                said = decode.next(has_room) => {
+                    said.into_event(attempt, Role::Decode, |event| Event::Decode { attempt, event })
+                }
+            };
+            flight.on_event(now(), event, &mut out);
+        }
+    }
+
+    /// Carries one action out; an outcome means that it was the last.
+    fn perform(&self, action: Action, flight: &Flight, holdings: &mut Holdings) -> Option<Outcome> {
+        match action {
+            Action::Place { avoid } => {
+                // The place for the first attempt was taken when the request arrived.
+                if holdings.waiting.is_none() {
+                    let prompt_tokens = flight.request().context_len() as u64;
+                    let need = Need { model: self.model.clone(), prompt_tokens, avoid };
+                    holdings.waiting = Some(self.desk.enter_again(need));
+                }
+            }
+            Action::Reserve { attempt, ticket, prefill, sequence } => {
+                holdings.attempt = attempt;
+                if let Some(seat) = &holdings.decode.seat {
+                    tracing::debug!(attempt, %ticket, %prefill, decode = %seat.peer(), "reserving");
+                    let message = pb::DecodeRequest {
+                        sequence: Some(sequence.into()),
+                        ticket_id: ticket.0.to_be_bytes().to_vec(),
+                        prefill: Some(prefill.into()),
+                    };
+                    let mut client = wire::client::decode(seat.channel());
+                    let request = self.request(message);
+                    holdings.decode.leg = Some(leg(async move { client.run(request).await }));
+                }
+            }
+            Action::Prefill { attempt, ticket, sequence } => {
+                if let Some(seat) = &holdings.prefill.seat {
+                    tracing::debug!(attempt, ticket = %ticket.id, "prefilling");
+                    let request = self.request(prefill_request(ticket, sequence));
+                    let mut client = wire::client::prefill(seat.channel());
+                    holdings.prefill.leg = Some(leg(async move { client.run(request).await }));
+                }
+            }
+            Action::Release(Role::Prefill) => holdings.prefill = Side::default(),
+            Action::Release(Role::Decode) => holdings.decode = Side::default(),
+            Action::Full(peer) => {
+                let seats = [&holdings.prefill.seat, &holdings.decode.seat];
+                if let Some(seat) = seats.into_iter().flatten().find(|seat| *seat.peer() == peer) {
+                    tracing::debug!(%peer, "no room, waiting for it");
+                    seat.mark_full();
+                }
+            }
+            Action::Resume(failure) => {
+                tracing::warn!(%failure, next_index = flight.request().next_index(), "attempt failed, resuming");
+                self.metrics.resumed(&failure);
+            }
+            Action::Emit(event) => self.emit(event, &mut holdings.last_token),
+            Action::End(outcome) => return Some(outcome),
+        }
+        None
+    }
+
+    fn request<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        wire::trace::pass_on(&self.metadata, request.metadata_mut());
+        request
+    }
+
+    fn emit(&self, event: GenerateEvent, last_token: &mut Option<Instant>) {
+        if let GenerateEvent::Tokens(run) = &event {
+            let now = now();
+            match last_token.replace(now) {
+                None => self.metrics.time_to_first_token.observe((now - self.arrived).as_secs_f64()),
+                Some(last) => self.metrics.inter_token_latency.observe((now - last).as_secs_f64()),
+            }
+            self.metrics.output_tokens.inc_by(run.tokens.len() as u64);
+        }
+        self.send(Ok(event));
+    }
+
+    /// There is room, or the client is gone and will be noticed in the next turn.
+    fn send(&self, message: Result<GenerateEvent, RequestError>) {
+        let is_lost = matches!(self.client.try_send(message), Err(mpsc::error::TrySendError::Full(_)));
+        assert!(!is_lost, "an event is only taken in when there is room for what it makes a flight say");
+    }
+
+    fn finish(&self, flight: &Flight, outcome: Outcome) {
+        self.metrics.ended(&outcome);
+        self.metrics.request_duration.observe((now() - self.arrived).as_secs_f64());
+        let output_tokens = flight.request().next_index();
+        match outcome {
+            Outcome::Finished(reason) => tracing::debug!(?reason, output_tokens, "finished"),
+            Outcome::Cancelled => tracing::debug!(output_tokens, "cancelled by its client"),
+            Outcome::Failed(error) => {
+                tracing::warn!(%error, reason = error.reason(), output_tokens, "failed");
+                self.send(Err(error));
+            }
+        }
+    }
+}
+
+impl Holdings {
+    fn take_seats(&mut self, granted: Granted) -> Event {
+        let Granted { prefill, decode, in_flight } = granted;
+        let pair = Pair { prefill: prefill.peer().clone(), decode: decode.peer().clone() };
+        self.waiting = None;
+        self.prefill = Side::seated(prefill);
+        self.decode = Side::seated(decode);
+        self.in_flight = in_flight.or(self.in_flight.take());
+        Event::Placed { pair, ticket: TicketId(uuid::Uuid::new_v4().as_u128()) }
+    }
+}
+
+fn prefill_request(ticket: Ticket, sequence: GenerateRequest) -> pb::PrefillRequest {
+    pb::PrefillRequest { sequence: Some(sequence.into()), ticket: Some(ticket.into()) }
+}
+
+async fn granted(waiting: &mut Option<Waiting>) -> Granted {
+    match waiting {
+        Some(waiting) => waiting.granted().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// A call and its answers as one stream; dropping it cancels the call.
+fn leg<P, E>(
+    call: impl Future<Output = Result<Response<Streaming<P>>, Status>> + Send + 'static,
+) -> BoxStream<'static, Result<E, LegError>>
+where
+    P: Send + 'static,
+    E: TryFrom<P, Error = InvalidMessage> + Send + 'static,
+{
+    stream::once(call)
+        .map_ok(Response::into_inner)
+        .try_flatten()
+        .map(|message| E::try_from(message?).map_err(LegError::from))
+        .boxed()
+}
+
+/// The runtime's clock, which a simulation may drive.
+pub(crate) fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}

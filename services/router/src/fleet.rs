@@ -1,0 +1,347 @@
+//! The workers that are known and alive, which of them fit each other, and how many requests each has.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use chassis::Address;
+use tokio_util::sync::CancellationToken;
+use types::{ModelFingerprint, PeerId, Role, TokenId, WorkerReport, WorkerState};
+
+use crate::placement::{self, DecodeCandidate, NoPlace, PrefillCandidate};
+
+/// What makes two workers compute the same tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct ModelKey {
+    /// Model and vocabulary.
+    pub fingerprint: ModelFingerprint,
+    /// Configuration and weights.
+    pub weights_sha256: String,
+}
+
+impl fmt::Display for ModelKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, weights {:.12}", self.fingerprint, self.weights_sha256)
+    }
+}
+
+/// One worker in one of its lives, as the fleet numbers them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WorkerNo(u64);
+
+/// What the fleet can serve now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Served {
+    /// The model.
+    pub model: ModelKey,
+    /// Pairs of workers, both ready, that fit each other.
+    pub ready_pairs: u32,
+    /// Most positions that each of these workers can hold.
+    pub max_context_tokens: u32,
+    /// Tokens that end an answer by the model's own convention.
+    pub eos_token_ids: Vec<TokenId>,
+}
+
+/// What a request needs of its workers.
+#[derive(Debug, Clone)]
+pub struct Need {
+    /// Same weights for every attempt.
+    pub model: ModelKey,
+    /// Tokens that prefill has to compute.
+    pub prompt_tokens: u64,
+    /// Workers that failed it before.
+    pub avoid: Vec<PeerId>,
+}
+
+/// A worker's place for one request. To be given back by [`Fleet::release`].
+#[derive(Debug)]
+pub struct Assigned<L> {
+    /// Whose.
+    pub worker: WorkerNo,
+    /// Name and incarnation.
+    pub peer: PeerId,
+    /// How to reach it.
+    pub link: L,
+    /// Cancelled when the worker is given up.
+    pub gone: CancellationToken,
+    /// Counted against the worker.
+    pub prompt_tokens: u64,
+}
+
+/// Why a report is not believed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReportError {
+    /// Config and worker disagree.
+    #[error("{peer} at {address} is a {is} worker, the config lists it under {listed}")]
+    WrongRole {
+        /// Who.
+        peer: PeerId,
+        /// Where.
+        address: Address,
+        /// By its own word.
+        is: Role,
+        /// By the config.
+        listed: Role,
+    },
+    /// One process behind two addresses would be counted twice.
+    #[error("{peer} at {address} is known at {known} already")]
+    Duplicate {
+        /// Who.
+        peer: PeerId,
+        /// Where it was found again.
+        address: Address,
+        /// Where it was found first.
+        known: Address,
+    },
+}
+
+#[derive(Debug)]
+struct Worker<L> {
+    no: WorkerNo,
+    address: Address,
+    link: L,
+    model: ModelKey,
+    report: WorkerReport,
+    gone: CancellationToken,
+    /// Requests of this router that have a place here, and their prompt tokens.
+    seats: u32,
+    seat_tokens: u64,
+    /// It refused a request; believed until its next report or until a place comes free.
+    is_full: bool,
+}
+
+impl<L> Worker<L> {
+    fn is(&self, role: Role) -> bool {
+        self.report.description.role == role
+    }
+
+    fn is_ready(&self) -> bool {
+        self.report.state == WorkerState::Ready
+    }
+}
+
+/// All known workers. `L` is what the caller needs to reach one.
+#[derive(Debug)]
+pub struct Fleet<L> {
+    /// By name, so that equal loads are broken the same way each time.
+    workers: Vec<Worker<L>>,
+    /// Pairs (prefill, decode) that fit each other.
+    fits: HashSet<(WorkerNo, WorkerNo)>,
+    next_no: u64,
+    prefills_per_worker_max: u32,
+}
+
+impl<L: Clone> Fleet<L> {
+    /// No workers yet.
+    #[must_use]
+    pub fn new(prefills_per_worker_max: u32) -> Self {
+        Self { workers: Vec::new(), fits: HashSet::new(), next_no: 0, prefills_per_worker_max }
+    }
+
+    /// A heartbeat from `address`. Another incarnation than before at that address ends the earlier one.
+    ///
+    /// # Errors
+    /// When the worker is not what the config says, or known by another address.
+    pub fn on_report(
+        &mut self,
+        listed: Role,
+        address: &Address,
+        link: &L,
+        report: WorkerReport,
+    ) -> Result<(), ReportError> {
+        let peer = report.description.peer.clone();
+        if self
+            .workers
+            .iter()
+            .any(|worker| worker.address == *address && worker.report.description != report.description)
+        {
+            self.on_lost(address, "another worker answers at its address");
+        }
+        if let Some(worker) = self.workers.iter_mut().find(|worker| worker.address == *address) {
+            if worker.report.state != report.state {
+                tracing::info!(worker = %peer, state = report.state.name(), "worker changed its state");
+            }
+            worker.report = report;
+            worker.is_full = false;
+            return Ok(());
+        }
+        let is = report.description.role;
+        if is != listed {
+            return Err(ReportError::WrongRole { peer, address: address.clone(), is, listed });
+        }
+        if let Some(known) = self.workers.iter().find(|worker| worker.report.description.peer == peer) {
+            return Err(ReportError::Duplicate { peer, address: address.clone(), known: known.address.clone() });
+        }
+        self.add(address, link, report);
+        Ok(())
+    }
+
+    fn add(&mut self, address: &Address, link: &L, report: WorkerReport) {
+        let description = &report.description;
+        let model = ModelKey {
+            fingerprint: description.fingerprint.clone(),
+            weights_sha256: description.weights_sha256.clone(),
+        };
+        tracing::info!(
+            worker = %description.peer, role = %description.role, %address, %model, layout = %description.parallel,
+            state = report.state.name(), "worker found"
+        );
+        let worker = Worker {
+            no: WorkerNo(self.next_no),
+            address: address.clone(),
+            link: link.clone(),
+            model,
+            report,
+            gone: CancellationToken::new(),
+            seats: 0,
+            seat_tokens: 0,
+            is_full: false,
+        };
+        self.next_no += 1;
+        for other in &self.workers {
+            let (prefill, decode) = match worker.report.description.role {
+                Role::Prefill if other.is(Role::Decode) => (&worker, other),
+                Role::Decode if other.is(Role::Prefill) => (other, &worker),
+                _ => continue,
+            };
+            match mismatch(prefill, decode) {
+                None => {
+                    self.fits.insert((prefill.no, decode.no));
+                }
+                Some(field) => tracing::warn!(
+                    prefill = %prefill.report.description.peer, decode = %decode.report.description.peer, field,
+                    "workers do not fit each other and are never paired"
+                ),
+            }
+        }
+        let name = |worker: &Worker<L>| worker.report.description.peer.clone();
+        let idx = self.workers.partition_point(|other| name(other) < name(&worker));
+        self.workers.insert(idx, worker);
+    }
+
+    /// The worker at `address` is dead, or as good as that: its requests hear of it by [`Assigned::gone`].
+    pub fn on_lost(&mut self, address: &Address, reason: &str) {
+        let Some(idx) = self.workers.iter().position(|worker| worker.address == *address) else { return };
+        let worker = self.workers.remove(idx);
+        self.fits.retain(|(prefill, decode)| *prefill != worker.no && *decode != worker.no);
+        worker.gone.cancel();
+        tracing::warn!(worker = %worker.report.description.peer, %address, requests = worker.seats, reason, "worker lost");
+    }
+
+    fn ready(&self, role: Role) -> impl Iterator<Item = &Worker<L>> {
+        self.workers.iter().filter(move |worker| worker.is(role) && worker.is_ready())
+    }
+
+    /// The model with the most pairs that are ready, if any pair is. Equal numbers: the one whose prefill worker is named first.
+    #[must_use]
+    pub fn served(&self) -> Option<Served> {
+        let mut best: Option<(&ModelKey, u32)> = None;
+        for prefill in self.ready(Role::Prefill) {
+            let num_pairs = self.ready_pairs(&prefill.model);
+            if num_pairs > best.map_or(0, |(_, most)| most) {
+                best = Some((&prefill.model, num_pairs));
+            }
+        }
+        let (model, ready_pairs) = best?;
+        let of_model = || self.workers.iter().filter(|worker| worker.is_ready() && worker.model == *model);
+        let max_context_tokens = of_model().map(|worker| worker.report.description.max_context_tokens).min()?;
+        let eos_token_ids = of_model().next()?.report.description.eos_token_ids.clone();
+        Some(Served { model: model.clone(), ready_pairs, max_context_tokens, eos_token_ids })
+    }
+
+    /// Pairs, both workers ready, that compute this model.
+    #[must_use]
+    pub fn ready_pairs(&self, model: &ModelKey) -> u32 {
+        let pairs = self.ready(Role::Prefill).flat_map(|prefill| {
+            self.ready(Role::Decode).filter(move |decode| self.fits.contains(&(prefill.no, decode.no)))
+        });
+        pairs.filter(|decode| decode.model == *model).count() as u32
+    }
+
+    /// Takes a place on each side of the least loaded pair.
+    ///
+    /// # Errors
+    /// When there is no pair, or none with room.
+    pub fn place(&mut self, need: &Need) -> Result<(Assigned<L>, Assigned<L>), NoPlace> {
+        let (prefill, decode) = {
+            let of_role = |role| -> Vec<_> { self.ready(role).filter(|worker| worker.model == need.model).collect() };
+            let (prefills, decodes): (Vec<&Worker<L>>, Vec<&Worker<L>>) =
+                (of_role(Role::Prefill), of_role(Role::Decode));
+            let prefill_candidates: Vec<_> = prefills.iter().map(|worker| self.prefill_candidate(worker)).collect();
+            let decode_candidates: Vec<_> = decodes.iter().map(|worker| decode_candidate(worker)).collect();
+            let fit = |p: usize, d: usize| self.fits.contains(&(prefills[p].no, decodes[d].no));
+            let (p, d) = placement::choose(&prefill_candidates, &decode_candidates, fit, &need.avoid)?;
+            (prefills[p].no, decodes[d].no)
+        };
+        Ok((self.assign(prefill, need.prompt_tokens), self.assign(decode, need.prompt_tokens)))
+    }
+
+    fn prefill_candidate<'a>(&self, worker: &'a Worker<L>) -> PrefillCandidate<'a> {
+        PrefillCandidate {
+            peer: &worker.report.description.peer,
+            pending_prompt_tokens: worker.seat_tokens.max(worker.report.load.pending_prompt_tokens),
+            has_room: !worker.is_full && worker.seats < self.prefills_per_worker_max,
+        }
+    }
+
+    fn assign(&mut self, no: WorkerNo, prompt_tokens: u64) -> Assigned<L> {
+        let worker = self.workers.iter_mut().find(|worker| worker.no == no).expect("it was chosen from this list");
+        worker.seats += 1;
+        worker.seat_tokens += prompt_tokens;
+        Assigned {
+            worker: no,
+            peer: worker.report.description.peer.clone(),
+            link: worker.link.clone(),
+            gone: worker.gone.clone(),
+            prompt_tokens,
+        }
+    }
+
+    /// Gives a place back. A worker that was lost meanwhile has none to take.
+    pub fn release(&mut self, no: WorkerNo, prompt_tokens: u64) {
+        if let Some(worker) = self.workers.iter_mut().find(|worker| worker.no == no) {
+            worker.seats -= 1;
+            worker.seat_tokens -= prompt_tokens;
+            worker.is_full = false;
+        }
+    }
+
+    /// The worker refused a request for lack of room.
+    pub fn mark_full(&mut self, no: WorkerNo) {
+        if let Some(worker) = self.workers.iter_mut().find(|worker| worker.no == no) {
+            worker.is_full = true;
+        }
+    }
+
+    /// Number of workers of a role in a state.
+    #[must_use]
+    pub fn count(&self, role: Role, state: WorkerState) -> usize {
+        self.workers.iter().filter(|worker| worker.is(role) && worker.report.state == state).count()
+    }
+}
+
+fn decode_candidate<L>(worker: &Worker<L>) -> DecodeCandidate<'_> {
+    let (description, load) = (&worker.report.description, &worker.report.load);
+    DecodeCandidate {
+        peer: &description.peer,
+        sequences: worker.seats.max(load.waiting + load.running),
+        sequences_max: description.max_sequences,
+        // The worker's own count may be old, or include what other routers gave it: it has the last word by refusing.
+        has_room: !worker.is_full && worker.seats < description.max_sequences,
+    }
+}
+
+/// The first field by which two workers cannot serve one request, with both values.
+fn mismatch<L>(prefill: &Worker<L>, decode: &Worker<L>) -> Option<String> {
+    let (p, d) = (&prefill.report.description, &decode.report.description);
+    if p.fingerprint != d.fingerprint {
+        return Some(format!("fingerprint: {} and {}", p.fingerprint, d.fingerprint));
+    }
+    if p.weights_sha256 != d.weights_sha256 {
+        return Some(format!("weights_sha256: {} and {}", p.weights_sha256, d.weights_sha256));
+    }
+    let layouts = p.kv_layout.check_peer(&d.kv_layout).err()?;
+    Some(format!("kv_layout.{}: {} and {}", layouts.field, layouts.ours, layouts.theirs))
+}
+
+#[cfg(test)]
+mod tests;

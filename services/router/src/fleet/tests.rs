@@ -1,0 +1,238 @@
+use types::{
+    Incarnation, KvDtype, KvEndpoint, KvLayout, Load, ModelFingerprint, ParallelLayout, WorkerDescription, WorkerId,
+};
+
+use super::*;
+
+fn report(role: Role, worker: &str, incarnation: u64) -> WorkerReport {
+    let kv_layout = KvLayout {
+        full_layers: vec![1],
+        window_layers: vec![0],
+        kv_heads: 4,
+        head_dim: 8,
+        page_tokens: 16,
+        window: 128,
+        dtype: KvDtype::F32,
+        tp: if role == Role::Prefill { 2 } else { 4 },
+    };
+    let fingerprint = ModelFingerprint { model: "m".into(), vocab_size: 100, tokenizer_sha256: "t".into() };
+    WorkerReport {
+        description: WorkerDescription {
+            peer: PeerId { worker: WorkerId(worker.into()), incarnation: Incarnation(incarnation) },
+            role,
+            fingerprint,
+            weights_sha256: "w".into(),
+            parallel: ParallelLayout::tp(kv_layout.tp),
+            kv_layout,
+            max_context_tokens: 1_000,
+            eos_token_ids: vec![2],
+            kv_endpoint: Some(KvEndpoint { transport: "host".into(), address: "h:1".into() }),
+            max_sequences: if role == Role::Prefill { 1 } else { 2 },
+        },
+        state: WorkerState::Ready,
+        load: Load::default(),
+    }
+}
+
+struct Bench {
+    fleet: Fleet<()>,
+}
+
+impl Bench {
+    fn new(prefills_per_worker_max: u32) -> Self {
+        Self { fleet: Fleet::new(prefills_per_worker_max) }
+    }
+
+    /// The worker `name` reports from the address `name:1`.
+    fn says(&mut self, report: WorkerReport) {
+        let address = Address::new(&*report.description.peer.worker.0, 1);
+        self.fleet.on_report(report.description.role, &address, &(), report).unwrap();
+    }
+
+    fn pair() -> Self {
+        let mut bench = Self::new(4);
+        bench.says(report(Role::Prefill, "p", 1));
+        bench.says(report(Role::Decode, "d", 1));
+        bench
+    }
+
+    fn need(&self) -> Need {
+        let model = self.fleet.served().map_or_else(model, |served| served.model);
+        Need { model, prompt_tokens: 10, avoid: vec![] }
+    }
+
+    fn place(&mut self) -> Result<(Assigned<()>, Assigned<()>), NoPlace> {
+        let need = self.need();
+        self.fleet.place(&need)
+    }
+
+    fn num_pairs(&self) -> u32 {
+        self.fleet.served().map_or(0, |served| served.ready_pairs)
+    }
+}
+
+fn model() -> ModelKey {
+    let description = report(Role::Prefill, "p", 1).description;
+    ModelKey { fingerprint: description.fingerprint, weights_sha256: description.weights_sha256 }
+}
+
+#[test]
+fn one_complete_pair_is_ready() {
+    let mut bench = Bench::new(4);
+    assert_eq!(bench.fleet.served(), None);
+    bench.says(report(Role::Prefill, "p", 1));
+    assert_eq!(bench.fleet.served(), None, "half a pair");
+    bench.says(report(Role::Decode, "d", 1));
+    let served = bench.fleet.served().unwrap();
+    assert_eq!((served.ready_pairs, served.max_context_tokens, &*served.eos_token_ids), (1, 1_000, &[2][..]));
+}
+
+#[test]
+fn only_ready_workers_are_used() {
+    for state in [WorkerState::Loading, WorkerState::Draining, WorkerState::Stuck] {
+        let mut bench = Bench::pair();
+        bench.says(WorkerReport { state, ..report(Role::Decode, "d", 1) });
+        assert_eq!(bench.num_pairs(), 0, "{state:?}");
+        assert_eq!(bench.place().unwrap_err(), NoPlace::NoPair, "{state:?}");
+        bench.says(report(Role::Decode, "d", 1));
+        assert_eq!(bench.num_pairs(), 1, "ready again after {state:?}");
+    }
+}
+
+type Change = (&'static str, fn(&mut WorkerDescription));
+
+#[test]
+fn workers_that_differ_are_never_paired() {
+    let changes: [Change; 7] = [
+        ("fingerprint", |description| description.fingerprint.tokenizer_sha256 = "u".into()),
+        ("weights_sha256", |description| description.weights_sha256 = "v".into()),
+        ("kv_layout.dtype", |description| description.kv_layout.dtype = KvDtype::Bf16),
+        ("kv_layout.page_tokens", |description| description.kv_layout.page_tokens = 32),
+        ("kv_layout.window", |description| description.kv_layout.window = 64),
+        ("kv_layout.kv_heads", |description| description.kv_layout.kv_heads = 8),
+        ("kv_layout.full_layers", |description| description.kv_layout.full_layers = vec![0]),
+    ];
+    for (field, change) in changes {
+        let mut bench = Bench::new(4);
+        let mut stranger = report(Role::Decode, "d", 1);
+        change(&mut stranger.description);
+        bench.says(report(Role::Prefill, "p", 1));
+        bench.says(stranger);
+        assert_eq!(bench.num_pairs(), 0, "{field}");
+        let found = mismatch(&bench.fleet.workers[1], &bench.fleet.workers[0]).unwrap();
+        assert!(found.starts_with(&format!("{field}: ")), "{found}");
+    }
+}
+
+#[test]
+fn another_tp_is_no_difference() {
+    assert_eq!(Bench::pair().num_pairs(), 1);
+}
+
+#[test]
+fn a_lost_worker_is_told_to_its_requests() {
+    let mut bench = Bench::pair();
+    let (prefill, decode) = bench.place().unwrap();
+    bench.fleet.on_lost(&Address::new("d", 1), "test");
+    assert!(decode.gone.is_cancelled());
+    assert!(!prefill.gone.is_cancelled());
+    assert_eq!(bench.num_pairs(), 0);
+    bench.fleet.release(decode.worker, decode.prompt_tokens);
+}
+
+#[test]
+fn a_restarted_worker_is_another_one() {
+    let mut bench = Bench::pair();
+    let (_, decode) = bench.place().unwrap();
+    bench.says(report(Role::Decode, "d", 2));
+    assert!(decode.gone.is_cancelled(), "its predecessor is dead");
+    assert_eq!(bench.num_pairs(), 1);
+    // What the predecessor held is not given back to the successor.
+    bench.fleet.release(decode.worker, decode.prompt_tokens);
+    let (_, successor) = bench.place().unwrap();
+    assert_eq!(successor.peer.incarnation, Incarnation(2));
+    assert_ne!(successor.worker, decode.worker);
+}
+
+#[test]
+fn places_are_bounded_and_come_back() {
+    let mut bench = Bench::pair();
+    let first = bench.place().unwrap();
+    let _second = bench.place().unwrap();
+    assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom, "decode has 2 sequences");
+    bench.fleet.release(first.1.worker, first.1.prompt_tokens);
+    bench.place().unwrap();
+}
+
+#[test]
+fn a_prefill_worker_holds_no_more_than_it_may() {
+    let mut bench = Bench::new(1);
+    bench.says(report(Role::Prefill, "p", 1));
+    bench.says(report(Role::Decode, "d", 1));
+    let (prefill, _) = bench.place().unwrap();
+    assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom);
+    bench.fleet.release(prefill.worker, prefill.prompt_tokens);
+    bench.place().unwrap();
+}
+
+#[test]
+fn a_full_worker_is_believed_until_it_reports_or_has_a_place_back() {
+    let mut bench = Bench::pair();
+    let (_, decode) = bench.place().unwrap();
+    bench.fleet.mark_full(decode.worker);
+    assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom);
+    bench.says(report(Role::Decode, "d", 1));
+    let (_, second) = bench.place().unwrap();
+    bench.fleet.mark_full(second.worker);
+    bench.fleet.release(decode.worker, decode.prompt_tokens);
+    bench.place().unwrap();
+}
+
+#[test]
+fn load_of_other_routers_counts() {
+    let mut bench = Bench::pair();
+    let mut busy = report(Role::Decode, "d", 1);
+    busy.load.running = 1;
+    bench.says(busy);
+    bench.says(report(Role::Decode, "e", 1));
+    assert_eq!(&*bench.place().unwrap().1.peer.worker.0, "e");
+}
+
+#[test]
+fn requests_stay_with_their_weights() {
+    let mut bench = Bench::pair();
+    let old = bench.need();
+    bench.fleet.on_lost(&Address::new("d", 1), "test");
+    for (role, name) in [(Role::Prefill, "p2"), (Role::Decode, "d2")] {
+        let mut report = report(role, name, 1);
+        report.description.weights_sha256 = "v".into();
+        bench.says(report);
+    }
+    assert_eq!(bench.fleet.served().unwrap().model.weights_sha256, "v");
+    assert_eq!(bench.fleet.place(&old).unwrap_err(), NoPlace::NoPair);
+    bench.place().unwrap();
+}
+
+#[test]
+fn the_model_with_most_pairs_is_served() {
+    let mut bench = Bench::pair();
+    for (role, name) in [(Role::Prefill, "a"), (Role::Decode, "b"), (Role::Decode, "c")] {
+        let mut report = report(role, name, 1);
+        report.description.weights_sha256 = "v".into();
+        bench.says(report);
+    }
+    let served = bench.fleet.served().unwrap();
+    assert_eq!((&*served.model.weights_sha256, served.ready_pairs), ("v", 2));
+}
+
+#[test]
+fn reports_that_cannot_be_true_are_refused() {
+    let mut bench = Bench::pair();
+    let error = bench.fleet.on_report(Role::Decode, &Address::new("x", 1), &(), report(Role::Prefill, "q", 1));
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "q@0000000000000001 at x:1 is a prefill worker, the config lists it under decode"
+    );
+    let error = bench.fleet.on_report(Role::Prefill, &Address::new("x", 1), &(), report(Role::Prefill, "p", 1));
+    assert_eq!(error.unwrap_err().to_string(), "p@0000000000000001 at x:1 is known at p:1 already");
+}

@@ -1,0 +1,146 @@
+//! Finds workers and listens to their heartbeats.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::net::grpc::{self, ChannelLimits};
+use chassis::{Address, Network, Tasks};
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tonic::transport::Channel;
+use types::{Role, WorkerReport};
+use wire::pb;
+
+use crate::config::Workers;
+use crate::desk::Desk;
+
+/// A worker that cannot be reached is tried again after this, then after twice as long, and so on.
+const RETRY_MIN: Duration = Duration::from_millis(100);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+/// Starts to look for the workers of `config`, and goes on until all work of `tasks` is done.
+pub(crate) fn start(tasks: &Tasks, network: Arc<dyn Network>, config: Workers, desk: Arc<Desk>) {
+    let starter = tasks.clone();
+    tasks.spawn_background("discovery", async move { discover(starter, network, config, desk).await });
+}
+
+/// Resolves the configured names again and again. An address that its name does not stand for any more is watched until its worker
+/// ends: it is draining, or the resolver is wrong.
+async fn discover(tasks: Tasks, network: Arc<dyn Network>, config: Workers, desk: Arc<Desk>) {
+    let mut listed: HashMap<(bool, Address), CancellationToken> = HashMap::new();
+    loop {
+        let mut found = Vec::new();
+        let mut is_complete = true;
+        for (role, names) in [(Role::Prefill, &config.prefill), (Role::Decode, &config.decode)] {
+            for name in names {
+                match network.resolve(name).await {
+                    Ok(addresses) => found.extend(addresses.into_iter().map(|address| (role == Role::Decode, address))),
+                    Err(error) => {
+                        is_complete = false;
+                        tracing::warn!(%role, %name, %error, "the name of a worker cannot be resolved");
+                    }
+                }
+            }
+        }
+        for key in &found {
+            if !listed.contains_key(key) {
+                let role = if key.0 { Role::Decode } else { Role::Prefill };
+                let unlisted = CancellationToken::new();
+                let watcher = Watcher {
+                    role,
+                    channel: grpc::channel(&network, &key.1, channel_limits(&config)),
+                    address: key.1.clone(),
+                    config: config.clone(),
+                    desk: Arc::clone(&desk),
+                    unlisted: unlisted.clone(),
+                };
+                tasks.spawn_background("watch", watcher.run());
+                listed.insert(key.clone(), unlisted);
+            }
+        }
+        // What a failing resolver does not name is not gone.
+        if is_complete {
+            listed.retain(|key, unlisted| {
+                let is_found = found.contains(key);
+                if !is_found {
+                    unlisted.cancel();
+                }
+                is_found
+            });
+        }
+        tokio::time::sleep(Duration::from_millis(config.resolve_interval_ms)).await;
+    }
+}
+
+/// A connection that a partition has cut is noticed about as fast as a missing heartbeat.
+fn channel_limits(config: &Workers) -> ChannelLimits {
+    let half = Duration::from_millis(config.dead_after_ms / 2);
+    ChannelLimits { connect_timeout: half, keep_alive_interval: half, keep_alive_timeout: half }
+}
+
+struct Watcher {
+    role: Role,
+    address: Address,
+    channel: Channel,
+    config: Workers,
+    desk: Arc<Desk>,
+    /// Cancelled when the address is not listed any more.
+    unlisted: CancellationToken,
+}
+
+impl Watcher {
+    async fn run(self) {
+        let mut retry = RETRY_MIN;
+        let mut is_news = true;
+        while !self.unlisted.is_cancelled() {
+            let mut num_reports = 0u64;
+            let reason = self.listen(&mut num_reports).await;
+            if num_reports > 0 {
+                retry = RETRY_MIN;
+                is_news = true;
+                self.desk.on_lost(&self.address, &reason);
+            } else if std::mem::take(&mut is_news) {
+                tracing::info!(role = %self.role, address = %self.address, reason, "worker does not answer, trying on");
+            }
+            tokio::select! {
+                () = tokio::time::sleep(retry) => {}
+                () = self.unlisted.cancelled() => {}
+            }
+            retry = (retry * 2).min(RETRY_MAX);
+        }
+    }
+
+    /// Takes reports in until the stream ends or is silent for too long; says which.
+    async fn listen(&self, num_reports: &mut u64) -> String {
+        let dead_after = Duration::from_millis(self.config.dead_after_ms);
+        let silent = || format!("no heartbeat for {} ms", dead_after.as_millis());
+        let request = pb::WatchRequest { interval_ms: self.config.heartbeat_interval_ms };
+        let mut client = wire::client::worker(self.channel.clone());
+        let mut reports = match tokio::time::timeout(dead_after, client.watch(request)).await {
+            Ok(Ok(answer)) => answer.into_inner(),
+            Ok(Err(status)) => return describe(&status),
+            Err(_) => return silent(),
+        };
+        loop {
+            let report = match tokio::time::timeout(dead_after, reports.message()).await {
+                Ok(Ok(Some(report))) => report,
+                Ok(Ok(None)) => return "it ended its heartbeats".to_owned(),
+                Ok(Err(status)) => return describe(&status),
+                Err(_) => return silent(),
+            };
+            let report = match WorkerReport::try_from(report) {
+                Ok(report) => report,
+                Err(error) => return format!("its report does not follow the protocol: {error}"),
+            };
+            if let Err(error) = self.desk.on_report(self.role, &self.address, &self.channel, report) {
+                return error.to_string();
+            }
+            *num_reports += 1;
+        }
+    }
+}
+
+fn describe(status: &Status) -> String {
+    format!("{:?}: {}", status.code(), status.message())
+}

@@ -94,6 +94,9 @@ impl Validate for Config {
         problems.range("max_sequences", self.max_sequences, 1..=4_096);
         problems.range("ticket_ttl_ms", self.ticket_ttl_ms, 100..=3_600_000);
         problems.range("stream_tokens_max", self.stream_tokens_max, 1..=1 << 20);
+        let is_any = self.kv_listen.host.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_unspecified());
+        let reason = "is missing: tickets need an address that prefill workers can reach";
+        problems.check(!is_any || self.kv_advertise.is_some(), "kv_advertise", reason);
         problems.nested("step_loop", &self.step_loop);
         if let Err(reason) = self.transfer.validate() {
             problems.report("transfer", reason);

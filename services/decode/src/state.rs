@@ -105,8 +105,8 @@ impl DecodeState {
             self.stage(now, ticket, slice, bytes.into());
             return Ok(());
         }
-        // Parts that came before this are in their pages before anything else happens: a page that this message frees may
-        // have a new owner in the next one.
+        // Messages take effect in the order in which they came: a commit counts the parts before it, and no page changes its owner
+        // under a part that has yet to be written.
         self.write_staged()?;
         match message {
             Message::Reserve(reserve) => self.on_reserve(now, *reserve),
@@ -388,3 +388,6 @@ impl Turn for DecodeState {
         Ok(if has_stepped { Next::Again } else { Next::Wait })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -202,3 +202,67 @@ impl Status {
         self.state.send_if_modified(|current| std::mem::replace(current, state) != state);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use chassis::Shutdown;
+
+    use super::*;
+
+    const STUCK_AFTER: Duration = Duration::from_secs(10);
+
+    fn report(steps: u64, step_due: bool) -> LoadReport {
+        LoadReport { load: Load { steps, ..Load::default() }, step_due, idle: false }
+    }
+
+    fn monitored() -> Arc<Status> {
+        let status = Arc::new(Status::default());
+        status.monitor(&Tasks::new(Shutdown::new()), STUCK_AFTER);
+        status.loaded();
+        status
+    }
+
+    #[test]
+    fn state_follows_loading_and_drain() {
+        let status = Status::default();
+        status.set_loading(LoadingProgress { done: 3, total: 8 });
+        assert_eq!(status.ready(), Err("loading weights: 3 of 8".into()));
+        status.loaded();
+        assert_eq!((status.state(), status.ready()), (WorkerState::Ready, Ok(())));
+        status.begin_drain();
+        assert_eq!(status.state(), WorkerState::Draining);
+        assert_eq!(status.live(), Ok(()), "a restart is no remedy for a drain");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_worker_at_rest_is_not_stuck() {
+        let status = monitored();
+        status.set_report(report(5, false));
+        tokio::time::sleep(10 * STUCK_AFTER).await;
+        assert_eq!(status.state(), WorkerState::Ready);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn due_steps_that_do_not_finish_are_stuck_until_one_does() {
+        let status = monitored();
+        for steps in 0..20 {
+            status.set_report(report(steps, true));
+            tokio::time::sleep(STUCK_AFTER / 2).await;
+            assert_eq!(status.state(), WorkerState::Ready, "slow is not stuck");
+        }
+        tokio::time::sleep(STUCK_AFTER).await;
+        assert_eq!(status.state(), WorkerState::Stuck);
+        assert!(status.live().is_err());
+        status.set_report(report(20, true));
+        tokio::time::sleep(STUCK_AFTER / 4).await;
+        assert_eq!(status.state(), WorkerState::Ready);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_turn_that_never_ends_is_stuck() {
+        let status = monitored();
+        status.turn_begins();
+        tokio::time::sleep(2 * STUCK_AFTER).await;
+        assert_eq!(status.state(), WorkerState::Stuck);
+    }
+}

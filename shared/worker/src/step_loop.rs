@@ -286,3 +286,88 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(ToString::to_string);
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".into())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use chassis::Shutdown;
+
+    use super::*;
+
+    /// Each message is so many steps; a turn takes one. Message 13 is a bug.
+    struct Countdown {
+        left: u32,
+        log: Arc<Mutex<Vec<u32>>>,
+    }
+
+    impl Turn for Countdown {
+        type Message = u32;
+
+        fn turn(&mut self, _: &dyn Clock, inbox: &mut VecDeque<u32>) -> Result<Next, StepLoopFailure> {
+            for steps in inbox.drain(..) {
+                assert_ne!(steps, 13, "unlucky");
+                self.left += steps;
+            }
+            if self.left == 0 {
+                return Ok(Next::Wait);
+            }
+            self.left -= 1;
+            self.log.lock().unwrap().push(self.left);
+            Ok(Next::Again)
+        }
+    }
+
+    fn start(driver: Driver) -> (StepLoop<u32>, Arc<Mutex<Vec<u32>>>) {
+        let config = StepLoopConfig { inbox_messages_max: 4, ..StepLoopConfig::default() };
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let countdown = Countdown { left: 0, log: Arc::clone(&log) };
+        let tasks = Tasks::new(Shutdown::new());
+        (StepLoop::start(countdown, mailbox(&config), driver, &config, Arc::default(), &tasks), log)
+    }
+
+    async fn run_two_batches(driver: Driver) -> Vec<u32> {
+        let (step_loop, log) = start(driver);
+        for (steps, logged) in [(3, 3), (2, 5)] {
+            step_loop.mailbox().send(steps).await.unwrap();
+            while log.lock().unwrap().len() < logged {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+        step_loop.stop().await.unwrap();
+        let log = log.lock().unwrap();
+        log.clone()
+    }
+
+    const SIMULATED: Driver = Driver::Simulated { step_time: Duration::from_millis(10), incarnation: 1 };
+
+    #[tokio::test]
+    async fn a_parked_thread_is_woken_by_a_message() {
+        assert_eq!(run_two_batches(Driver::Thread).await, [2, 1, 0, 1, 0]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_simulated_loop_does_the_same_in_the_simulations_time() {
+        let begun = tokio::time::Instant::now();
+        assert_eq!(run_two_batches(SIMULATED).await, [2, 1, 0, 1, 0]);
+        let elapsed = begun.elapsed();
+        assert!(elapsed >= Duration::from_millis(50) && elapsed < Duration::from_millis(200), "{elapsed:?}");
+    }
+
+    #[tokio::test]
+    async fn a_panic_ends_the_loop_and_is_told() {
+        for driver in [Driver::Thread, SIMULATED] {
+            let (step_loop, _) = start(driver);
+            step_loop.mailbox().send(13).await.unwrap();
+            let failure = step_loop.ended().await.unwrap_err();
+            assert!(failure.to_string().contains("unlucky"), "{failure}");
+            assert_eq!(step_loop.mailbox().send(1).await, Err(LoopEnded));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_loop_at_rest_stops_at_once() {
+        let (step_loop, _) = start(Driver::Thread);
+        tokio::time::timeout(Duration::from_secs(5), step_loop.stop()).await.unwrap().unwrap();
+    }
+}

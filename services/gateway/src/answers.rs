@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use futures_util::stream::{BoxStream, SelectAll, Stream, StreamExt};
 use tokio::sync::OwnedSemaphorePermit;
-use types::GenerateEvent;
+use types::{GenerateEvent, RequestId};
 
 use crate::error::ApiError;
 use crate::metrics::GatewayMetrics;
@@ -34,13 +34,13 @@ pub enum Update {
 /// All answers to one request, as they come.
 pub struct Answers {
     events: SelectAll<BoxStream<'static, Result<(AnswerEvent, u32), ApiError>>>,
+    id: RequestId,
     num_answers: u32,
+    num_ended: u32,
     cost: Cost,
     metrics: GatewayMetrics,
-    /// When the request arrived, until the first piece is there.
-    waiting_since: Option<Instant>,
-    /// The request's place among the concurrent ones.
-    _slot: Slot,
+    has_begun: bool,
+    slot: Slot,
 }
 
 /// A place among the concurrent requests, given back when dropped.
@@ -59,6 +59,7 @@ impl Slot {
 impl Answers {
     /// Reads generation `i` with turn `i`.
     pub(crate) fn new(
+        id: RequestId,
         generations: Vec<(Generation, Turn)>,
         prompt_tokens: u32,
         slot: Slot,
@@ -69,11 +70,13 @@ impl Answers {
         let cost = Cost { prompt_tokens, ..Cost::default() };
         Self {
             events: futures_util::stream::select_all(streams),
+            id,
             num_answers,
+            num_ended: 0,
             cost,
             metrics,
-            waiting_since: Some(slot.since),
-            _slot: slot,
+            has_begun: false,
+            slot,
         }
     }
 
@@ -93,15 +96,27 @@ impl Answers {
     pub async fn next(&mut self) -> Option<Result<AnswerEvent, ApiError>> {
         let event = self.events.next().await?;
         Some(event.map(|(event, cached_tokens)| {
-            if let Some(since) = self.waiting_since.take() {
-                self.metrics.first_piece_seconds.observe(since.elapsed().as_secs_f64());
+            if !std::mem::replace(&mut self.has_begun, true) {
+                self.metrics.first_piece_seconds.observe(self.slot.since.elapsed().as_secs_f64());
             }
             if let Update::End(end) = &event.update {
+                self.num_ended += 1;
                 self.cost.add(end, cached_tokens);
                 self.metrics.output_tokens.inc_by(u64::from(end.output_tokens));
             }
             event
         }))
+    }
+}
+
+impl Drop for Answers {
+    fn drop(&mut self) {
+        let total_ms = self.slot.since.elapsed().as_millis() as u64;
+        let Cost { prompt_tokens, cached_tokens, output_tokens, reasoning_tokens } = self.cost;
+        tracing::info!(
+            request_id = %self.id, complete = self.num_ended == self.num_answers, prompt_tokens, cached_tokens, output_tokens,
+            reasoning_tokens, total_ms, "answer ended"
+        );
     }
 }
 

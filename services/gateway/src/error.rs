@@ -137,15 +137,19 @@ impl ApiError {
         }
     }
 
-    /// Seconds for the `retry-after` header, rounded up, where coming again makes sense.
+    /// How long to wait before coming again, where that makes sense.
     #[must_use]
-    pub fn retry_after_secs(&self) -> Option<u64> {
+    pub fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Overloaded { retry_after, .. } | Self::Unavailable { retry_after, .. } => {
-                Some(retry_after.as_millis().div_ceil(1000).max(1) as u64)
-            }
+            Self::Overloaded { retry_after, .. } | Self::Unavailable { retry_after, .. } => Some(*retry_after),
             _ => None,
         }
+    }
+
+    /// The same in seconds, rounded up and at least one: what the `retry-after` header can say.
+    #[must_use]
+    pub fn retry_after_secs(&self) -> Option<u64> {
+        self.retry_after().map(|wait| wait.as_millis().div_ceil(1000).max(1) as u64)
     }
 
     /// OpenAI's error object.

@@ -154,7 +154,7 @@ impl Service {
             try_join_all(requests.into_iter().map(|request| self.router.generate(request, &call.trace))).await?;
         let turns = generations.into_iter().map(|generation| (generation, self.turn(&job)));
         self.metrics.prompt_tokens.inc_by(prompt_tokens as u64);
-        Ok(Answers::new(turns.collect(), prompt_tokens as u32, slot, self.metrics.clone()))
+        Ok(Answers::new(call.id.clone(), turns.collect(), prompt_tokens as u32, slot, self.metrics.clone()))
     }
 
     /// An answer failed after its first byte.

@@ -146,8 +146,7 @@ fn to_status(error: &ApiError) -> Status {
         ApiError::Unavailable { .. } => (Code::Unavailable, "UNAVAILABLE"),
         ApiError::Internal { .. } => (Code::Internal, "INTERNAL"),
     };
-    let retry_after = error.retry_after_secs().map(Duration::from_secs);
-    wire::status::with_code(code, reason, error.to_string(), retry_after)
+    wire::status::with_code(code, reason, error.to_string(), error.retry_after())
 }
 
 #[cfg(test)]

@@ -18,12 +18,15 @@ use crate::metrics::RequestLabels;
 use crate::service::{Call, Service};
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// OpenAI's SDKs read it before `retry-after`, which knows whole seconds only.
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status(), Json(self.body())).into_response();
-        if let Some(secs) = self.retry_after_secs() {
+        if let (Some(secs), Some(wait)) = (self.retry_after_secs(), self.retry_after()) {
             response.headers_mut().insert(header::RETRY_AFTER, secs.into());
+            response.headers_mut().insert(RETRY_AFTER_MS, (wait.as_millis() as u64).into());
         }
         if matches!(self, Self::Unauthorized { .. }) {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -86,7 +89,7 @@ pub(super) fn cors(origins: &[String]) -> CorsLayer {
         .allow_origin(allowed)
         .allow_methods(AllowMethods::list([Method::GET, Method::POST]))
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([REQUEST_ID, header::RETRY_AFTER])
+        .expose_headers([REQUEST_ID, header::RETRY_AFTER, RETRY_AFTER_MS])
 }
 
 pub(super) async fn unknown_path(method: Method, uri: Uri) -> ApiError {

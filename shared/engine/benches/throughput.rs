@@ -2,17 +2,19 @@
 //!
 //! Decode: each stream has a prompt of 200 tokens in the cache and samples greedily, one token a step, the next step launched before the last one is
 //! read. Prefill: one prompt of 1,000 tokens in chunks of 256, the last of which samples. Warm: each case runs once before it counts; the median
-//! of the repeats is printed, with the fastest. `cargo bench -p engine --bench throughput`.
+//! of the repeats is printed, with the fastest. Sampling: one token out of 201,088, the vocabulary of gpt-oss-20b. `cargo bench -p engine --bench throughput`.
 
 #[path = "../tests/driver/mod.rs"]
 #[allow(dead_code, reason = "shared with the tests, which use more of it")]
 mod driver;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use driver::{Driver, Row, greedy, options};
-use scheduler::plan::RowOutputKind;
-use types::ParallelLayout;
+use engine::sampling::{Sampler, SlotSampler};
+use scheduler::plan::{RowOutputKind, SlotBinding};
+use types::{ParallelLayout, Sampling, SlotId};
 
 const REPEATS: usize = 7;
 const CONTEXT: usize = 200;
@@ -64,6 +66,22 @@ fn prefill(driver: &mut Driver) -> f64 {
     seconds
 }
 
+/// Draws per second from a vocabulary of the released models' size, with logits of a plausible spread.
+fn sample(sampling: Sampling) -> f64 {
+    const DRAWS: u64 = 20;
+    let logits: Vec<f32> = (0..201_088u32).map(|token| (token.wrapping_mul(2_654_435_761) >> 8) as f32 / 1e6).collect();
+    let binding =
+        SlotBinding { slot: SlotId(0), sampling: Arc::new(sampling), prompt: Arc::new([]), generated: Vec::new() };
+    let (mut slot, mut sampler) = (SlotSampler::new(&binding), Sampler::default());
+    let mut copy = logits.clone();
+    let start = Instant::now();
+    for _ in 0..DRAWS {
+        copy.copy_from_slice(&logits);
+        sampler.sample(&mut slot, &mut copy);
+    }
+    start.elapsed().as_secs_f64() / DRAWS as f64
+}
+
 fn report(what: &str, tokens: usize, (median, fastest): (f64, f64)) {
     let rate = |seconds: f64| tokens as f64 / seconds;
     println!("{what:<34} {:>8.0} tokens/s median, {:>8.0} fastest", rate(median), rate(fastest));
@@ -87,5 +105,15 @@ fn main() {
     for layout in [ParallelLayout::tp(2), ParallelLayout::tp(1)] {
         let mut driver = Driver::new(options(layout));
         report(&format!("prefill {layout}, {PROMPT} tokens"), PROMPT, measure(|| prefill(&mut driver)));
+    }
+    let plain = Sampling::default();
+    for (what, sampling) in [
+        ("greedy", greedy()),
+        ("plain", plain.clone()),
+        ("top-k 50", Sampling { top_k: 50, ..plain.clone() }),
+        ("top-p 0.95", Sampling { top_p: 0.95, ..plain.clone() }),
+        ("plain with 20 logprobs", Sampling { logprobs: Some(20), ..plain.clone() }),
+    ] {
+        report(&format!("sampling 201,088: {what}"), 1, measure(|| sample(sampling.clone())));
     }
 }

@@ -41,6 +41,8 @@ pub struct EngineGroup {
     ranks: Vec<SyncSender<Command>>,
     threads: Vec<JoinHandle<()>>,
     outputs: Mutex<Receiver<StepOutput>>,
+    /// Held while one command goes to all ranks, so that all get the commands in one order whoever calls.
+    broadcast: Mutex<()>,
     kv_layout: KvLayout,
     fault: Arc<Fault>,
 }
@@ -66,6 +68,7 @@ impl EngineGroup {
             ranks: Vec::new(),
             threads: Vec::new(),
             outputs: Mutex::new(outputs),
+            broadcast: Mutex::new(()),
             kv_layout,
             fault: fault.clone(),
         };
@@ -105,7 +108,7 @@ impl EngineGroup {
     /// # Errors
     /// [`EngineError::RankLost`].
     pub fn launch(&self, plan: Arc<StepPlan>) -> Result<(), EngineError> {
-        (0..self.ranks()).try_for_each(|rank| self.send(rank, Command::Launch(plan.clone())))
+        self.send_all(|| Command::Launch(plan.clone()))
     }
 
     /// Waits for the oldest step that was launched and not collected, and yields what rank 0 computed.
@@ -113,7 +116,7 @@ impl EngineGroup {
     /// # Errors
     /// [`EngineError::RankLost`], also when the step itself failed.
     pub fn collect(&self) -> Result<StepOutput, EngineError> {
-        (0..self.ranks()).try_for_each(|rank| self.send(rank, Command::Collect))?;
+        self.send_all(|| Command::Collect)?;
         // Nothing panics while it holds this lock; were it so, the receiver would be as good as before.
         let outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
         outputs.recv().map_err(|_| self.fault.error(0))
@@ -147,6 +150,11 @@ impl EngineGroup {
     pub fn shutdown(mut self) -> Result<(), EngineError> {
         self.join();
         self.fault.check()
+    }
+
+    fn send_all(&self, command: impl Fn() -> Command) -> Result<(), EngineError> {
+        let _broadcast = self.broadcast.lock().unwrap_or_else(PoisonError::into_inner);
+        (0..self.ranks()).try_for_each(|rank| self.send(rank, command()))
     }
 
     fn send(&self, rank: u32, command: Command) -> Result<(), EngineError> {

@@ -95,43 +95,48 @@ impl Distribution {
 
     fn draw_sorted(&mut self, logits: &[f32], top_k: usize, sampling: &Sampling, u: f64) -> TokenId {
         let order = |a: &TokenId, b: &TokenId| descending(logits, *a, *b);
+        let weight = |token: &TokenId| f64::from(self.weights[*token as usize]);
+        let ids = 0..logits.len() as TokenId;
         self.candidates.clear();
-        self.candidates.extend(0..logits.len() as TokenId);
-        let candidates = &mut self.candidates[..];
-        let mass =
-            |tokens: &[TokenId]| tokens.iter().map(|token| f64::from(self.weights[*token as usize])).sum::<f64>();
-        let total = if top_k < candidates.len() {
-            candidates.select_nth_unstable_by(top_k - 1, order);
-            candidates[..top_k].sort_unstable_by(order);
-            mass(&candidates[..top_k])
+        let (total, mut sorted) = if top_k < logits.len() {
+            self.candidates.extend(ids);
+            self.candidates.select_nth_unstable_by(top_k - 1, order);
+            self.candidates.truncate(top_k);
+            self.candidates.sort_unstable_by(order);
+            (self.candidates.iter().map(weight).sum::<f64>(), top_k)
         } else {
-            self.block_sums.iter().sum()
+            // What is less probable than this has less than `1 - top_p` of the mass, all of it together: never kept.
+            let total = self.block_sums.iter().sum::<f64>();
+            let least = (1.0 - f64::from(sampling.top_p)) * total / logits.len() as f64;
+            self.candidates.extend(ids.filter(|token| weight(token) >= least));
+            (total, 0)
         };
         // Sort ever longer prefixes until one holds the mass that top-p wants.
         let wanted = if sampling.top_p < 1.0 { f64::from(sampling.top_p) * total } else { f64::INFINITY };
-        let (mut sorted, mut kept, mut kept_mass) = (if top_k < candidates.len() { top_k } else { 0 }, 0, 0.0);
+        let candidates = &mut self.candidates[..];
+        let (mut kept, mut kept_mass) = (0, 0.0);
         loop {
             while kept < sorted && kept_mass < wanted {
-                kept_mass += f64::from(self.weights[candidates[kept] as usize]);
+                kept_mass += weight(&candidates[kept]);
                 kept += 1;
             }
-            if kept_mass >= wanted || sorted == top_k {
+            if kept_mass >= wanted || sorted == candidates.len() {
                 break;
             }
-            let longer = (sorted * 8).clamp(FIRST_CANDIDATES.min(top_k), top_k);
+            let longer = (sorted * 8).max(FIRST_CANDIDATES).min(candidates.len());
             if longer < candidates.len() {
                 candidates[sorted..].select_nth_unstable_by(longer - sorted, order);
             }
             candidates[sorted..longer].sort_unstable_by(order);
             sorted = longer;
         }
-        let kept = &candidates[..kept];
         // The greatest weight is 1, so this keeps at least one; it never keeps a weight of zero.
-        let least = greater(sampling.min_p, f32::MIN_POSITIVE);
-        let kept = &kept[..kept.partition_point(|token| self.weights[*token as usize] >= least)];
-        let mut left = u * mass(kept);
+        let least = f64::from(greater(sampling.min_p, f32::MIN_POSITIVE));
+        let kept = &candidates[..kept];
+        let kept = &kept[..kept.partition_point(|token| weight(token) >= least)];
+        let mut left = u * kept.iter().map(weight).sum::<f64>();
         for token in kept {
-            left -= f64::from(self.weights[*token as usize]);
+            left -= weight(token);
             if left < 0.0 {
                 return *token;
             }

@@ -1,0 +1,177 @@
+//! Steps through a whole group: sampling, steps in flight, what listeners see, and plans or layouts that cannot be.
+
+mod driver;
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use driver::{Driver, Row, options};
+use engine::cpu::{CpuOptions, LoadProgress, build_group, kv_layout};
+use engine::{EngineError, KvListener, KvReader};
+use kv::KvSlice;
+use model::Checkpoint;
+use scheduler::plan::{RowOutputKind, RowTokens, StepPlan, StepRow};
+use types::{PageId, ParallelLayout, Sampling, SlotId, TokenId};
+
+const TP4_EP4: ParallelLayout = ParallelLayout { tp: 4, ep: 4, dp: 1 };
+
+fn prompt(len: u32) -> Vec<TokenId> {
+    (0..len).map(|i| (i * 97 + 11) % 2016).collect()
+}
+
+/// Samples `n` tokens in one slot, the next step always launched before the last one is read.
+fn sample_ahead(driver: &mut Driver, slot: u32, sampling: &Sampling, n: usize) -> Vec<TokenId> {
+    let prompt = prompt(40);
+    driver.bind(slot, &prompt, sampling.clone());
+    driver.launch(vec![Row::new(slot, &prompt, RowOutputKind::Sample)]);
+    let mut tokens = Vec::new();
+    for left in (0..n).rev() {
+        if left > 0 {
+            driver.launch(vec![Row::decode(slot)]);
+        }
+        let output = driver.group.collect().expect("no rank is lost");
+        tokens.push(output.rows[0].sampled.as_ref().expect("the row samples").token);
+    }
+    driver.end(slot);
+    tokens
+}
+
+#[test]
+fn tokens_are_the_same_run_ahead_or_fed_back_in_every_layout() {
+    let sampling = Sampling { seed: 77, temperature: 1.5, presence_penalty: 0.5, ..Sampling::default() };
+    let mut fed_back = Driver::new(options(ParallelLayout::tp(1)));
+    fed_back.bind(0, &prompt(40), sampling.clone());
+    let mut next = prompt(40);
+    let mut want = Vec::new();
+    for _ in 0..30 {
+        let output = fed_back.step(vec![Row::new(0, &next, RowOutputKind::Sample)]);
+        want.push(output.rows[0].sampled.as_ref().expect("the row samples").token);
+        next = vec![want[want.len() - 1]];
+    }
+    for layout in [ParallelLayout::tp(1), ParallelLayout::tp(2), TP4_EP4] {
+        assert_eq!(sample_ahead(&mut Driver::new(options(layout)), 5, &sampling, 30), want, "{layout}");
+    }
+}
+
+#[test]
+fn masked_tokens_are_never_sampled_but_their_logits_are_returned() {
+    let masked_tokens = vec![0..1000, 1001..2048];
+    let mut driver = Driver::new(CpuOptions { masked_tokens, ..options(TP4_EP4) });
+    let sampling = Sampling { temperature: 100.0, ..Sampling::default() };
+    assert_eq!(sample_ahead(&mut driver, 0, &sampling, 5), [1000; 5]);
+    driver.bind(0, &prompt(3), sampling);
+    let output = driver.step(vec![Row::new(0, &prompt(3), RowOutputKind::LastLogits)]);
+    assert_eq!(output.rows[0].logits.len(), 2048);
+    assert!(output.rows[0].logits.iter().all(|logit| logit.is_finite()));
+}
+
+/// Notes each call, and the bytes of one head of each layer at that time.
+#[derive(Default)]
+struct Recorder {
+    calls: Mutex<Vec<(u32, u64, Range<u32>)>>,
+    heads: Mutex<Vec<(u32, KvSlice, PageId, Vec<u8>)>>,
+}
+
+impl KvListener for Recorder {
+    fn layers_ready(&self, rank: u32, plan: &StepPlan, layers: Range<u32>, kv: &dyn KvReader) {
+        self.calls.lock().unwrap().push((rank, plan.step, layers.clone()));
+        let model = Checkpoint::embedded_nano();
+        let layout = kv_layout(model.config(), &options(ParallelLayout::tp(2)));
+        for layer in layers {
+            let group = model.config().page_group(layer as usize);
+            let slice = KvSlice { group, layer, page: 0, head_start: layout.rank_heads(rank).start, head_count: 2 };
+            let page = plan.pages.iter().find(|delta| delta.group == group).expect("the plan has pages").append[0];
+            let mut bytes = vec![0; 2 * layout.head_bytes()];
+            kv.export_kv(&slice, page, &mut bytes).expect("the slice is on this rank");
+            self.heads.lock().unwrap().push((rank, slice, page, bytes));
+        }
+    }
+}
+
+#[test]
+fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
+    for (publish_layers, ranges) in
+        [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4]), (Some(4), vec![0..4])]
+    {
+        let recorder = Arc::new(Recorder::default());
+        let options = CpuOptions { publish_layers, ..options(ParallelLayout::tp(2)) };
+        let pages = [options.full_pages, options.window_pages];
+        let checkpoint = Arc::new(Checkpoint::embedded_nano());
+        let group = build_group(checkpoint, options, Some(recorder.clone()), Arc::new(|_| {})).expect("nano runs");
+        let mut driver = Driver::over(group, pages);
+        driver.bind(0, &prompt(20), Sampling::default());
+        let mut row = Row::new(0, &prompt(20), RowOutputKind::None);
+        row.publish_kv = true;
+        driver.step(vec![row]);
+        driver.step(vec![Row::new(0, &[1], RowOutputKind::None)]); // not published
+        for rank in 0..2 {
+            let calls = recorder.calls.lock().unwrap();
+            let seen: Vec<_> =
+                calls.iter().filter(|call| call.0 == rank).map(|call| (call.1, call.2.clone())).collect();
+            let want: Vec<_> = ranges.iter().map(|range| (0, range.clone())).collect();
+            assert_eq!(seen, want, "rank {rank}");
+        }
+        for (rank, slice, page, bytes) in recorder.heads.lock().unwrap().iter() {
+            assert!(bytes.iter().any(|byte| *byte != 0), "{slice:?} was empty");
+            let now =
+                driver.group.export_kv(*rank, vec![(*slice, *page)]).expect("the slice is on this rank").remove(0);
+            assert!(now == *bytes, "rank {rank} {slice:?} changed after it was published");
+        }
+    }
+}
+
+#[test]
+fn a_plan_that_cannot_be_run_names_step_and_reason() {
+    let row = |slot, tokens: Vec<TokenId>| StepRow {
+        slot: SlotId(slot),
+        position: 0,
+        tokens: RowTokens::Known(tokens),
+        output: RowOutputKind::None,
+        publish_kv: false,
+    };
+    let cases = [
+        (vec![row(0, vec![1])], "lacks pages"),
+        (vec![row(99, vec![1])], "slot 99 does not exist"),
+        (vec![row(0, vec![2048])], "token 2048"),
+        (vec![row(0, vec![])], "no tokens"),
+    ];
+    for (rows, reason) in cases {
+        let driver = Driver::new(options(ParallelLayout::tp(2)));
+        // Already the launch may tell, if the first rank to fail is quick.
+        let plan = Arc::new(StepPlan { step: 8, rows, ..StepPlan::default() });
+        match driver.group.launch(plan).and_then(|()| driver.group.collect()) {
+            Err(EngineError::RankLost { reason: text, .. }) => {
+                assert!(text.starts_with("step 8 cannot be run") && text.contains(reason), "{text}");
+            }
+            other => panic!("{reason}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_layout_that_cannot_be_is_refused() {
+    let build = |layout| {
+        let checkpoint = Arc::new(Checkpoint::embedded_nano());
+        build_group(checkpoint, options(layout), None, Arc::new(|_| {})).map(drop).expect_err("nano has 4 kv heads")
+    };
+    assert!(matches!(build(ParallelLayout::tp(8)), EngineError::Layout(_)));
+    assert!(matches!(build(ParallelLayout { tp: 1, ep: 1, dp: 2 }), EngineError::Setup(_)));
+}
+
+#[test]
+fn progress_rises_to_its_total_on_every_rank() {
+    let seen: Arc<Mutex<Vec<LoadProgress>>> = Arc::default();
+    let progress = {
+        let seen = seen.clone();
+        move |progress| seen.lock().unwrap().push(progress)
+    };
+    let checkpoint = Arc::new(Checkpoint::embedded_nano());
+    drop(build_group(checkpoint, options(TP4_EP4), None, Arc::new(progress)).expect("nano runs"));
+    for rank in 0..4 {
+        let seen = seen.lock().unwrap();
+        let of_rank: Vec<_> = seen.iter().filter(|progress| progress.rank == rank).collect();
+        assert!(of_rank.is_sorted_by_key(|progress| progress.done) && of_rank.len() > 4);
+        let last = of_rank[of_rank.len() - 1];
+        assert_eq!(last.done, last.total);
+    }
+}

@@ -16,8 +16,13 @@ fn main() {
     let Some(mut bench) = Bench::open() else { return };
     println!("# Kernels on one {}\n", bench.device_name());
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
-    token_wise::run(&mut bench);
-    skinny_gemm::dense(&mut bench);
-    skinny_gemm::experts(&mut bench);
-    decode_attention::run(&mut bench);
+    // `cargo bench -p kernels -- dense` runs the sections whose name contains `dense`.
+    let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+    let sections: [(&str, fn(&mut Bench)); 4] = [
+        ("token_wise", token_wise::run),
+        ("dense", skinny_gemm::dense),
+        ("experts", skinny_gemm::experts),
+        ("decode_attention", decode_attention::run),
+    ];
+    sections.iter().filter(|(name, _)| name.contains(&wanted)).for_each(|(_, run)| run(&mut bench));
 }

@@ -1,7 +1,10 @@
 //! Kernels that touch each token's values once: bound by latency in decode.
 
 use device::DeviceBuffer;
-use kernels::{Combine, CombineNorm, Dispatch, ExpertWeights, KvCache, PageTable, RmsNorm, RopeKv, Router, Routing};
+use kernels::{
+    Combine, CombineNorm, Dispatch, ExpertWeights, KvCache, PageTable, RmsNorm, RopeKv, Router, Routing, Sample,
+    SampleRow,
+};
 
 use crate::harness::Bench;
 
@@ -21,6 +24,13 @@ pub(crate) fn run(bench: &mut Bench) {
         dispatch(bench, tokens);
         combine(bench, tokens);
         rope_kv(bench, tokens);
+    }
+    let warm = SampleRow { temperature: 1.0, ..SampleRow::default() };
+    for rows in [1, 128] {
+        sample(bench, rows, "greedy", SampleRow::default());
+        sample(bench, rows, "temperature", warm);
+        sample(bench, rows, "top-k 50, top-p 0.9", SampleRow { top_k: 50, top_p: 0.9, ..warm });
+        sample(bench, rows, "20 logprobs", SampleRow { logprobs: 20, ..warm });
     }
     println!();
 }
@@ -139,4 +149,35 @@ fn rope_kv(bench: &Bench, tokens: usize) {
     });
     let shape = format!("{tokens} tokens, {q_heads} + 2 x {kv_heads} heads");
     bench.row("rope + kv write", &shape, us, tokens * (5120 * 4 + 32 * 8));
+}
+
+fn sample(bench: &Bench, rows: usize, title: &str, row: SampleRow) {
+    let vocab = 201_088;
+    let spread: Vec<f32> = (0..vocab).map(|i| ((i * 7919 % 4096) as f32 - 2048.0) / 300.0).collect();
+    let logits = bench.upload(&spread.repeat(rows));
+    let parameters: Vec<SampleRow> = (0..rows).map(|i| SampleRow { seed: i as u64, ..row }).collect();
+    let parameters = bench.upload(&parameters);
+    let (mut tokens, mut status, mut logprobs) = (bench.zeros(rows), bench.zeros(rows), bench.zeros(rows));
+    let (mut top_tokens, mut top_logprobs) = (bench.zeros(rows * 20), bench.zeros(rows * 20));
+    let (mut counts, masks) = (bench.zeros::<u16>(1), bench.zeros::<u32>(1));
+    let (bias_tokens, bias_values) = (bench.zeros::<i32>(1), bench.zeros::<f32>(1));
+    let us = bench.time(20, |_| {
+        Sample {
+            logits: logits.view(),
+            rows: parameters.view(),
+            vocab,
+            tokens: tokens.view_mut(),
+            status: status.view_mut(),
+            logprobs: logprobs.view_mut(),
+            top_tokens: top_tokens.view_mut(),
+            top_logprobs: top_logprobs.view_mut(),
+            counts: counts.view_mut(),
+            masks: masks.view(),
+            assigned: None,
+            bias_tokens: bias_tokens.view(),
+            bias_values: bias_values.view(),
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    bench.row("sample", &format!("{rows} rows, {title}"), us, rows * vocab * 4);
 }

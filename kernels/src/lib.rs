@@ -20,6 +20,7 @@ mod pack_weights;
 mod rmsnorm;
 mod rope_kv;
 mod router;
+mod sample;
 mod skinny_gemm;
 mod workspace;
 
@@ -33,5 +34,6 @@ pub use pack_weights::{Format, PackMxfp4, PackedWeights, pack_bf16};
 pub use rmsnorm::RmsNorm;
 pub use rope_kv::RopeKv;
 pub use router::{ExpertWeights, Router};
+pub use sample::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
 pub use skinny_gemm::{Grouped, Output, SkinnyGemm};
 pub use workspace::Workspace;

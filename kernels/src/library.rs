@@ -3,7 +3,7 @@
 use device::{Device, Kernel, Module};
 
 use crate::error::{KernelError, Result};
-use crate::{decode_attention, router, skinny_gemm};
+use crate::{decode_attention, router, sample, skinny_gemm};
 
 /// Whether this build contains kernels: nvcc was found when it was made.
 pub const AVAILABLE: bool = cfg!(have_kernels);
@@ -26,6 +26,7 @@ pub struct Kernels {
     pub(crate) rmsnorm: Kernel,
     pub(crate) rope_kv: Kernel,
     pub(crate) router: router::Variants,
+    pub(crate) sample: Kernel,
     pub(crate) skinny_gemm: skinny_gemm::Variants,
 }
 
@@ -47,6 +48,7 @@ impl Kernels {
             rmsnorm: module(device, "rmsnorm")?.kernel("rmsnorm", 0)?,
             rope_kv: module(device, "rope_kv")?.kernel("rope_kv", 0)?,
             router: router::Variants::load(&module(device, "router")?)?,
+            sample: module(device, "sample")?.kernel("sample", sample::SHARED_BYTES)?,
             skinny_gemm: skinny_gemm::Variants::load(&module(device, "skinny_gemm")?)?,
         })
     }

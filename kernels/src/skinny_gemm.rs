@@ -9,37 +9,13 @@ use crate::{Kernels, Routing, Workspace};
 
 /// Columns of a tile at most.
 const MAX_COLUMNS: usize = 16;
-/// Strips of a group, constants of skinny_gemm.cu like those of [`Width`].
+/// Strips of a group, parts into which its k is split, warps of a block: constants of skinny_gemm.cu.
 const GROUP: usize = 4;
+const PARTS: usize = 8;
+const WARPS: u32 = 18;
 const MAX_STAGES: usize = 16;
-
-/// What depends on the number of columns: `Shape` in skinny_gemm.cu.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Width {
-    /// Groups of 8 columns.
-    column_tiles: usize,
-    /// Consumer warps; producer and epilogue come on top.
-    consumers: usize,
-    /// Blocks that share a multiprocessor.
-    blocks: usize,
-    /// Dynamic shared memory that each of them can have.
-    shared_bytes: usize,
-}
-
-impl Width {
-    const ALL: [Self; 2] = [
-        Self { column_tiles: 1, consumers: 8, blocks: 2, shared_bytes: 112 * 1024 },
-        Self { column_tiles: 2, consumers: 16, blocks: 1, shared_bytes: 226 * 1024 },
-    ];
-
-    const fn of(columns: usize) -> Self {
-        Self::ALL[if columns <= 8 { 0 } else { 1 }]
-    }
-
-    const fn parts(self) -> usize {
-        self.consumers / 2
-    }
-}
+/// Dynamic shared memory that a block can have beside its barriers.
+const SHARED_BYTES: usize = 226 * 1024;
 
 /// Where the product goes, and what happens to it on the way.
 #[derive(Debug)]
@@ -129,8 +105,7 @@ pub(crate) struct Variants {
 impl Variants {
     pub(crate) fn load(module: &Module) -> Result<Self> {
         let pair = |n8, n16| -> Result<[Kernel; 2]> {
-            let [narrow, wide] = Width::ALL.map(|width| width.shared_bytes as u32);
-            Ok([module.kernel(n8, narrow)?, module.kernel(n16, wide)?])
+            Ok([module.kernel(n8, SHARED_BYTES as u32)?, module.kernel(n16, SHARED_BYTES as u32)?])
         };
         Ok(Self {
             bf16: pair("skinny_bf16_n8", "skinny_bf16_n16")?,
@@ -173,8 +148,8 @@ impl SkinnyGemm<'_> {
             allowed: "bf16 or swiglu for mxfp4 weights",
             found: 0,
         })?;
-        let (width, groups) = (plan.width, weights.rows.div_ceil(STRIP_ROWS * GROUP));
-        let partials = plan.blocks * 2 * GROUP * width.column_tiles * 32 * 4;
+        let (blocks, groups) = (kernels.multiprocessors, weights.rows.div_ceil(STRIP_ROWS * GROUP));
+        let partials = blocks as usize * 2 * GROUP * plan.column_tiles * 32 * 4;
         check.room("partials", partials, self.workspace.partials.len())?;
         check.room("counters", groups * slots.max_tiles, self.workspace.counters.len())?;
         let grouped = self.routing;
@@ -206,14 +181,11 @@ impl SkinnyGemm<'_> {
             stages: int(plan.stages),
             early_tiles: i32::from(grouped.is_some_and(|grouped| grouped.settled)),
         };
-        let threads = (width.consumers as u32 + 2) * 32;
-        let config = LaunchConfig {
-            shared_bytes: plan.shared_bytes as u32,
-            ..LaunchConfig::linear(plan.blocks as u32, threads)
-        };
+        let config =
+            LaunchConfig { shared_bytes: plan.shared_bytes as u32, ..LaunchConfig::linear(blocks, WARPS * 32) };
         // SAFETY: `check` proved that weights, x, bias and out cover every matrix, slot and row; slots and tiles come from a
         // dispatch into `routing`, whose buffers bound them.
-        Ok(unsafe { variants[width.column_tiles - 1].launch(stream, config, &args) }?)
+        Ok(unsafe { variants[plan.column_tiles - 1].launch(stream, config, &args) }?)
     }
 
     /// Columns and tiles of the launch; `None` if there is nothing to do.
@@ -264,8 +236,8 @@ struct Columns {
 /// How the work is cut: the one place where tile sizes are chosen.
 #[derive(Debug, PartialEq, Eq)]
 struct Plan {
-    width: Width,
-    blocks: usize,
+    /// Groups of 8 columns: 1 or 2.
+    column_tiles: usize,
     /// k-tiles of a unit.
     unit_tiles: usize,
     /// Units of a group of strips.
@@ -277,30 +249,31 @@ struct Plan {
 }
 
 impl Plan {
-    /// One dense matrix: the unit for which the busiest block has least to do (2880 x 5120 on 264 blocks: 4 of 90 k-tiles, 97 %
-    /// balanced; 4096 x 2880: 6 of 128, 91 %), and a block holds activations only for the units that it can get. Experts: two
-    /// k-tiles for each consumer warp at a time, since how many units there are is known on the device only.
+    /// One dense matrix: the unit for which the busiest block has least to do (2880 x 5120 on 132 blocks: 97 % balanced), and a block
+    /// holds activations only for the units that it can get.
+    ///
+    /// Experts: as many k-tiles for each consumer warp at a time as leave room for stages, since how many units there are is known
+    /// on the device only. Multiples of [`PARTS`], so that the order of a sum is the same for both widths.
     fn new(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
         let (tiles, format) = (weights.strip_tiles(), weights.format);
-        let width = Width::of(columns.tile_columns);
-        let blocks = multiprocessors * width.blocks;
+        let column_tiles = if columns.tile_columns <= 8 { 1 } else { 2 };
         let groups = weights.rows.div_ceil(STRIP_ROWS * GROUP);
-        let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(blocks);
-        let dense = weights.matrices == 1;
-        let unit_tiles = if dense && format == Format::Bf16 {
-            let sizes = width.parts()..=width.parts() + 6;
-            sizes.rev().min_by_key(|size| longest_range(*size) * size).expect("the range of sizes is not empty")
-        } else {
-            2 * width.parts()
+        let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(multiprocessors);
+        let dense = weights.matrices == 1 && format == Format::Bf16;
+        let unit_tiles = match format {
+            _ if dense => (6..=12).rev().min_by_key(|size| longest_range(*size) * size).expect("sizes 6 to 12"),
+            Format::Mxfp4 if column_tiles == 1 => 3 * PARTS,
+            Format::Mxfp4 => 2 * PARTS,
+            Format::Bf16 => PARTS,
         }
         .min(tiles);
         let group_units = tiles.div_ceil(unit_tiles);
         let x_units = if dense { longest_range(unit_tiles).min(group_units) } else { group_units };
-        let activations = x_units * unit_tiles * format.tile_k() * width.column_tiles * 8 * 2;
-        let sums = width.parts() * GROUP * width.column_tiles * 512;
+        let activations = x_units * unit_tiles * format.tile_k() * column_tiles * 8 * 2;
+        let sums = PARTS * GROUP * column_tiles * 512;
         let stage = GROUP * unit_tiles * format.tile_bytes();
-        let stages = (width.shared_bytes.saturating_sub(activations + sums) / stage).min(MAX_STAGES);
+        let stages = (SHARED_BYTES.saturating_sub(activations + sums) / stage).min(MAX_STAGES);
         let shared_bytes = stages * stage + sums + activations;
-        Self { width, blocks, unit_tiles, group_units, x_units, stages, shared_bytes }
+        Self { column_tiles, unit_tiles, group_units, x_units, stages, shared_bytes }
     }
 }

@@ -10,4 +10,5 @@ mod gpu;
 mod rmsnorm;
 mod rope_kv;
 mod router;
+mod sample;
 mod skinny_gemm;

@@ -59,9 +59,9 @@ __device__ uint32_t mxfp4_scales(const PackArgs& args, uint64_t strip, int tile,
             uint32_t magnitudes = 0;
             for (int b = 0; b < 16; ++b) magnitudes |= args.values[index * 16 + b] & 0x77;
             if (magnitudes != 0) atomicAdd(args.refused, 1u);
-            continue;  // exponent byte 0: the block is zero
+            continue;  // scale byte 0: the block is zero
         }
-        word |= static_cast<uint32_t>(scale + 86) << (8 * i);
+        word |= static_cast<uint32_t>(scale + 26) << (8 * i);
     }
     return word;
 }

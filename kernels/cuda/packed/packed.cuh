@@ -8,14 +8,15 @@
 //   Mxfp4  16 x 64 values, 544 bytes: [lane] of 16 bytes {row g block 0, row g+8 block 0, row g block 1, row g+8 block 1}, each
 //          word 8 values of one 32-block: k = 8j + 2t + h for j = 0..3, h = 0, 1; then [g] of 4 scale bytes in the same order.
 //
-// A word of Mxfp4 has value (j, h) in half h, its sign and magnitude where one shift brings each to a bf16's sign, low
-// exponent and high mantissa bits: j: sign bit / magnitude bits = 0: 15 / 8..6, 1: 12 / 5..3, 2: 14 / 2..0, 3: 13 / 11..9.
-// Read so, E2M1 is a bf16 2^126 times too small (its subnormal 0.5 is a bf16 subnormal), which the block's scale makes good.
-// That takes 15 instructions for 8 values; sign-extending byte tables take about twice as many, and at 4.3 TB/s a
-// multiprocessor sees 31 values a clock, so this count is what decides whether the kernel is bound by memory.
+// A word of Mxfp4 has value (j, h) in half h, its sign and magnitude where shifts bring both to a bf16's sign, low exponent and high
+// mantissa bits: j: sign bit / magnitude bits = 0: 15 / 8..6, 1: 12 / 5..3, 2: 14 / 2..0, 3: 13 / 11..9. Read so, E2M1 is a bf16 2^126
+// times too small (its subnormal 0.5 is a bf16 subnormal). At 4.3 TB/s a multiprocessor sees 34 values a clock, and tables of
+// bytes take more than twice these 10 instructions for 8 values: the count decides whether the kernel is bound by memory.
 //
-// The scale 2^(s - 127) is stored as the exponent byte s + 86 of the bf16 2^(s - 41): values are then 2^-40 of their true
-// size, products in f32 too, and the epilogue multiplies by 2^40. Exact for s in 42..168; the loader refuses others.
+// A scale byte is s + 26 for the E8M0 scale 2^(s - 127). There are two ways to make good the 2^-126, both exact:
+//   few columns   activations are multiplied by 2^100, and the sums of each 32-block by 2^(s - 101), in f32
+//   many columns  values are multiplied by the bf16 2^(s - 41), and the whole sum by 2^40
+// The second holds for s in 42..168; the loader refuses other scales.
 #pragma once
 #include "../ptx/ptx.cuh"
 
@@ -31,53 +32,89 @@ __device__ __forceinline__ uint4 activation(const uint4* x, int block, int colum
     return x[(block * NT + column_tile) * 32 + lane];
 }
 
+// acc += tile * columns, for one column tile; `columns` are the activations of the tile's 32-blocks.
 struct Bf16 {
-    static constexpr int TILE_K = 32;
+    static constexpr int TILE_K = 32, BLOCKS = TILE_K / BLOCK_K;
     static constexpr int TILE_BYTES = 1024;
-    static constexpr float UNSCALE = 1.0f;
 
-    // A fragments of one tile: a[s] for k16 step s.
-    __device__ static __forceinline__ void fragments(const uint8_t* tile, int lane, uint32_t (&a)[2][4]) {
+    struct Tile {
+        uint32_t a[2][4];  // fragments by k16 step
+    };
+
+    __device__ static __forceinline__ Tile load(const uint8_t* bytes, int lane) {
+        Tile tile;
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-            const uint4 word = *reinterpret_cast<const uint4*>(tile + step * 512 + lane * 16);
-            a[step][0] = word.x, a[step][1] = word.y, a[step][2] = word.z, a[step][3] = word.w;
+            const uint4 word = *reinterpret_cast<const uint4*>(bytes + step * 512 + lane * 16);
+            tile.a[step][0] = word.x, tile.a[step][1] = word.y, tile.a[step][2] = word.z, tile.a[step][3] = word.w;
         }
+        return tile;
     }
+
+    __device__ static __forceinline__ void accumulate(const Tile& tile, const uint4 (&columns)[BLOCKS], float (&acc)[4]) {
+        ptx::mma_bf16(acc, tile.a[0], columns[0].x, columns[0].y);
+        ptx::mma_bf16(acc, tile.a[1], columns[0].z, columns[0].w);
+    }
+
+    // An activation as `accumulate` wants it.
+    __device__ static __forceinline__ uint32_t prepare(uint32_t pair) { return pair; }
 };
 
-// Eight E2M1 values, times the bf16 pair `scale`: out[j] is the pair k = 8j + 2t, 8j + 2t + 1.
-__device__ __forceinline__ void expand_e2m1(uint32_t word, uint32_t scale, uint32_t (&out)[4]) {
+// Eight E2M1 values as bf16, 2^126 times too small: out[j] is the pair k = 8j + 2t, 8j + 2t + 1.
+__device__ __forceinline__ void expand_e2m1(uint32_t word, uint32_t (&out)[4]) {
     constexpr uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x01C001C0u;
-    out[0] = ptx::mul_bf16x2(word & (SIGN | MAGNITUDE), scale);
-    out[1] = ptx::mul_bf16x2((word << 3) & (SIGN | MAGNITUDE), scale);
-    out[2] = ptx::mul_bf16x2(((word << 1) & SIGN) | ((word << 6) & MAGNITUDE), scale);
-    out[3] = ptx::mul_bf16x2(((word << 2) & SIGN) | ((word >> 3) & MAGNITUDE), scale);
+    out[0] = word & (SIGN | MAGNITUDE);
+    out[1] = (word << 3) & (SIGN | MAGNITUDE);
+    // One product moves the sign by 1 and the magnitude by 6; what it leaves elsewhere is masked.
+    out[2] = ((word & 0x40074007u) * 66u) & (SIGN | MAGNITUDE);
+    out[3] = ((word << 2) & SIGN) | ((word >> 3) & MAGNITUDE);
 }
 
 struct Mxfp4 {
-    static constexpr int TILE_K = 64;
+    static constexpr int TILE_K = 64, BLOCKS = TILE_K / BLOCK_K;
     static constexpr int TILE_BYTES = 544;
-    static constexpr float UNSCALE = 1099511627776.0f;  // 2^40
 
-    __device__ static __forceinline__ void fragments(const uint8_t* tile, int lane, uint32_t (&a)[4][4]) {
-        const uint4 words = *reinterpret_cast<const uint4*>(tile + lane * 16);
-        const uint32_t scales = *reinterpret_cast<const uint32_t*>(tile + 512 + (lane / 4) * 4);
+    struct Tile {
+        uint32_t a[4][4];       // fragments by k16 step
+        float scale[BLOCKS][2];  // rows g, g+8
+    };
+
+    __device__ static __forceinline__ Tile load(const uint8_t* bytes, int lane) {
+        const uint4 words = *reinterpret_cast<const uint4*>(bytes + lane * 16);
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(bytes + 512 + (lane & ~3));
         const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+        constexpr uint32_t EXPONENT = 0x7F800000u;
+        Tile tile;
+        tile.scale[0][0] = __uint_as_float((scales << 23) & EXPONENT);
+        tile.scale[0][1] = __uint_as_float((scales << 15) & EXPONENT);
+        tile.scale[1][0] = __uint_as_float((scales << 7) & EXPONENT);
+        tile.scale[1][1] = __uint_as_float((scales >> 1) & EXPONENT);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // i = 2 * block + (row g or g+8)
-            const uint32_t exponent = (scales >> (8 * i)) & 0xff;
             uint32_t pairs[4];
-            expand_e2m1(word[i], exponent * 0x00800080u, pairs);
+            expand_e2m1(word[i], pairs);
             const int step = i & ~1, half = i & 1;
-            a[step][half] = pairs[0], a[step][half + 2] = pairs[1];
-            a[step + 1][half] = pairs[2], a[step + 1][half + 2] = pairs[3];
+            tile.a[step][half] = pairs[0], tile.a[step][half + 2] = pairs[1];
+            tile.a[step + 1][half] = pairs[2], tile.a[step + 1][half + 2] = pairs[3];
+        }
+        return tile;
+    }
+
+    __device__ static __forceinline__ void accumulate(const Tile& tile, const uint4 (&columns)[BLOCKS], float (&acc)[4]) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            float sum[4];
+            ptx::mma_bf16_zero(sum, tile.a[2 * b], columns[b].x, columns[b].y);
+            ptx::mma_bf16(sum, tile.a[2 * b + 1], columns[b].z, columns[b].w);
+            acc[0] = fmaf(sum[0], tile.scale[b][0], acc[0]), acc[1] = fmaf(sum[1], tile.scale[b][0], acc[1]);
+            acc[2] = fmaf(sum[2], tile.scale[b][1], acc[2]), acc[3] = fmaf(sum[3], tile.scale[b][1], acc[3]);
         }
     }
-};
 
-// k16 steps of a tile.
-template <class Format>
-constexpr int STEPS = Format::TILE_K / 16;
+    __device__ static __forceinline__ uint32_t prepare(uint32_t pair) {
+        constexpr uint32_t TWO_TO_100 = 0x71807180u;
+        return ptx::mul_bf16x2(pair, TWO_TO_100);
+    }
+};
 
 }  // namespace packed

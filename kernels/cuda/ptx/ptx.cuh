@@ -83,6 +83,15 @@ __device__ __forceinline__ float read_cluster(const float* local, uint32_t rank)
     return value;
 }
 
+// Likewise for 64 bits.
+__device__ __forceinline__ uint64_t read_cluster(const uint64_t* local, uint32_t rank) {
+    uint32_t address;
+    uint64_t value;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+    return value;
+}
+
 // --- copies ------------------------------------------------------------------------------------------------------------
 
 // Contiguous copy by the copy engine; address, destination and size are multiples of 16. Weights pass once: evict first.
@@ -132,11 +141,20 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_
 // a: rows g, g+8 of columns 2t, 2t+1 (a0, a1) and 2t+8, 2t+9 (a2, a3); b: rows 2t, 2t+1 (b0) and 2t+8, 2t+9 (b1) of column g;
 // d: row g (d0, d1) and g+8 (d2, d3) of columns 2t, 2t+1.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d = a * b: the first of a sum.
+__device__ __forceinline__ void mma_bf16_zero(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %10, %10, %10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
 // --- arithmetic --------------------------------------------------------------------------------------------------------

@@ -7,17 +7,16 @@
 // Bound by memory: each weight is read once for each tile of up to NT x 8 slots of its expert. The work is a line of *units*: a unit
 // is a run of k-tiles of a group of 4 strips (64 rows), 4 bulk copies. Persistent blocks take contiguous, equally long parts of it.
 //
-//   consumer warps  warp w takes strips 2 (w % 2) and 2 (w % 2) + 1 of the group and every PARTS-th tile: an activation fragment
-//                   serves two strips, whose sums are independent chains. They hand over PARTS partial sums a group.
-//   producer warp   keeps `stages` units in flight, independent of everything else in the block
-//   epilogue warp   sums the partials in fixed order, adds bias, applies the activation, writes
+//   warps 0..15  consumers: warp w takes strips 2 (w % 2) and 2 (w % 2) + 1 of the group and every 8th tile: an activation fragment
+//                serves two strips, whose sums are independent chains. They hand over 8 partial sums a group.
+//   warp 16      producer: keeps `stages` units in flight, independent of everything else in the block
+//   warp 17      epilogue: sums the partials in fixed order, adds bias, applies the activation, writes
 //
 // A group cut by the end of a block's part is finished by whoever arrives last: partial sums go through global memory and are added
 // in the order of the blocks. So the order of a sum depends on the matrix and the grid only: not on the batch, nor on timing.
-// The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met. With 8 columns two
-// blocks fit a multiprocessor, so the next kernel fills its stages while this one drains.
+// The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met.
 //
-// Shared memory: stages; partial sums PARTS x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
+// Shared memory: stages; partial sums 8 x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
 #include "../packed/packed.cuh"
 
 struct SkinnyArgs {
@@ -46,6 +45,8 @@ static_assert(sizeof(SkinnyArgs) == 120);
 
 namespace {
 
+constexpr int CONSUMERS = 16, PARTS = CONSUMERS / 2;
+constexpr int THREADS = (CONSUMERS + 2) * 32;
 constexpr int GROUP = 4;  // strips
 constexpr int MAX_STAGES = 16;
 
@@ -55,16 +56,6 @@ struct Barriers {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES];
     uint64_t sums_full, sums_empty;
 };
-
-// What does not change between kernels of one width.
-template <int NT_, int CONSUMERS_>
-struct Shape {
-    static constexpr int NT = NT_, CONSUMERS = CONSUMERS_, PARTS = CONSUMERS / 2;
-    static constexpr int THREADS = (CONSUMERS + 2) * 32;
-    static constexpr int BLOCKS = CONSUMERS == 8 ? 2 : 1;  // a multiprocessor
-};
-using Columns8 = Shape<1, 8>;
-using Columns16 = Shape<2, 16>;
 
 // The units [begin, end) of this block. A unit's index counts parts of groups of tiles.
 struct Range {
@@ -138,18 +129,18 @@ __device__ void produce(const SkinnyArgs& args, const Range& range, uint8_t* rin
 //
 // A lane moves chunks of 8 values. Few columns: all lanes of a warp on one row. Eight: 4 chunks of each; the four stores of a
 // chunk then go in an order that depends on the column, which spreads a warp's 32 words over the 32 banks.
-template <class Format, class Shape>
+template <class Format, int NT>
 __device__ void load_activations(const SkinnyArgs& args, const int4& tile, int first_unit, uint4* x) {
     constexpr int IN_FLIGHT = 4;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int unit_chunks = args.unit_tiles * Format::TILE_K / 8, chunks = args.x_units * unit_chunks;
 #pragma unroll
-    for (int n = 0; n < Shape::NT; ++n) {
+    for (int n = 0; n < NT; ++n) {
         const int columns = min(tile.z - n * 8, 8);
         if (columns <= 0) break;
         const int spread = columns == 1 ? 1 : columns == 2 ? 2 : columns <= 4 ? 4 : 8;  // columns a warp covers
         const int column = lane / 4 % spread, rotation = column / 2;
-        const int step = Shape::CONSUMERS * 32 / spread;
+        const int step = CONSUMERS * 32 / spread;
         const bool used = column < columns;
         const int slot = tile.y + n * 8 + (used ? column : 0);
         const __nv_bfloat16* row = args.x + static_cast<int64_t>(args.gather ? args.gather[slot] : slot) * args.k;
@@ -173,8 +164,9 @@ __device__ void load_activations(const SkinnyArgs& args, const int4& tile, int f
                 uint4 v = values[i];
                 if (rotation & 1) v = make_uint4(v.y, v.z, v.w, v.x);
                 if (rotation & 2) v = make_uint4(v.z, v.w, v.x, v.y);
-                const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-                uint4* fragment = x + (chunk / 4 * Shape::NT + n) * 32 + column * 4;
+                const uint32_t pairs[4] = {Format::prepare(v.x), Format::prepare(v.y), Format::prepare(v.z),
+                                           Format::prepare(v.w)};
+                uint4* fragment = x + (chunk / 4 * NT + n) * 32 + column * 4;
 #pragma unroll
                 for (int t = 0; t < 4; ++t) {
                     reinterpret_cast<uint32_t*>(fragment + (t + rotation) % 4)[chunk % 4] = pairs[t];
@@ -184,10 +176,9 @@ __device__ void load_activations(const SkinnyArgs& args, const int4& tile, int f
     }
 }
 
-template <class Format, class Shape>
+template <class Format, int NT>
 __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_t* ring, uint4* x, float4* sums,
                         Barriers& barriers) {
-    constexpr int NT = Shape::NT, STEPS = packed::STEPS<Format>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int pair = warp % 2, my_part = warp / 2;
     const int strip_bytes = args.unit_tiles * Format::TILE_BYTES;
@@ -199,41 +190,35 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
     for (; unit.index < range.end; unit.next(args)) {
         if (unit.tile != loaded) {
             const int4 tile = tile_of(args, unit.tile);
-            ptx::named_barrier(1, Shape::CONSUMERS * 32);  // nobody reads the old activations any more
-            load_activations<Format, Shape>(args, tile, first_unit, x);
-            ptx::named_barrier(1, Shape::CONSUMERS * 32);
+            ptx::named_barrier(1, CONSUMERS * 32);  // nobody reads the old activations any more
+            load_activations<Format, NT>(args, tile, first_unit, x);
+            ptx::named_barrier(1, CONSUMERS * 32);
             loaded = unit.tile, live = (tile.z + 7) / 8;
         }
         const int tiles = min(args.unit_tiles, args.strip_tiles - unit.part * args.unit_tiles);
         const int local = unit.part - first_unit + (unit.part < first_unit ? args.group_units : 0);
-        const int first_block = local * args.unit_tiles * (Format::TILE_K / packed::BLOCK_K);
+        const int first_block = local * args.unit_tiles * Format::BLOCKS;
         const int strip = unit.group * GROUP + 2 * pair;  // strips come in pairs or, at the end of a matrix, one alone
         const uint8_t* low = ring + (stage * GROUP + 2 * pair) * strip_bytes;
         ptx::mbarrier_wait(&barriers.full[stage], phase);
         if (strip < args.strips) {
-#pragma unroll NT == 1 ? 2 : 1
-            for (int tile = my_part; tile < tiles; tile += Shape::PARTS) {
-                const int block = first_block + tile * (Format::TILE_K / packed::BLOCK_K);
-                uint4 columns[NT][STEPS / 2];
+#pragma unroll NT == 1 ? 3 : 1
+            for (int tile = my_part; tile < tiles; tile += PARTS) {
+                const int block = first_block + tile * Format::BLOCKS;
+                uint4 columns[NT][Format::BLOCKS];
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                    for (int b = 0; b < STEPS / 2; ++b) {
+                    for (int b = 0; b < Format::BLOCKS; ++b) {
                         columns[n][b] = packed::activation<NT>(x, block + b, n, lane);
                     }
                 }
 #pragma unroll
                 for (int s = 0; s < 2; ++s) {  // a strip that does not exist yields sums that nobody reads
-                    uint32_t a[STEPS][4];
-                    Format::fragments(low + s * strip_bytes + tile * Format::TILE_BYTES, lane, a);
+                    const auto weights = Format::load(low + s * strip_bytes + tile * Format::TILE_BYTES, lane);
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
-                        if (n >= live) break;
-#pragma unroll
-                        for (int b = 0; b < STEPS / 2; ++b) {
-                            ptx::mma_bf16(acc[s][n], a[2 * b], columns[n][b].x, columns[n][b].y);
-                            ptx::mma_bf16(acc[s][n], a[2 * b + 1], columns[n][b].z, columns[n][b].w);
-                        }
+                        if (n == 0 || n < live) Format::accumulate(weights, columns[n], acc[s][n]);
                     }
                 }
             }
@@ -310,7 +295,7 @@ __device__ __forceinline__ int2 rows_of(int strip) {
     return E == Epilogue::SWIGLU ? make_int2(first + 2 * g, first + 2 * g + 1) : make_int2(first + g, first + g + 8);
 }
 
-template <class Format, int NT, Epilogue E>
+template <int NT, Epilogue E>
 __device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip, float2 bias, const float4 (&sum)[NT]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
@@ -323,7 +308,7 @@ __device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip,
             const int column = n * 8 + 2 * t + i;
             if (column >= tile.z) continue;
             const int64_t slot = tile.y + column;
-            const float value0 = fmaf(low[i], Format::UNSCALE, bias.x), value1 = fmaf(high[i], Format::UNSCALE, bias.y);
+            const float value0 = low[i] + bias.x, value1 = high[i] + bias.y;
             if constexpr (E == Epilogue::SWIGLU) {
                 static_cast<__nv_bfloat16*>(args.out)[slot * (rows / 2) + strip * 8 + g] =
                     __float2bfloat16(swiglu(value0, value1));
@@ -338,9 +323,8 @@ __device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip,
     }
 }
 
-template <class Format, class Shape, Epilogue E>
+template <int NT, Epilogue E>
 __device__ void finish(const SkinnyArgs& args, const Range& range, const float4* sums, Barriers& barriers) {
-    constexpr int NT = Shape::NT;
     const int lane = threadIdx.x % 32;
     uint32_t phase = 0;
     for (Cursor unit(args, range.begin); unit.index < range.end; phase ^= 1) {
@@ -361,7 +345,7 @@ __device__ void finish(const SkinnyArgs& args, const Range& range, const float4*
         for (int i = 0; i < GROUP * NT; ++i) {
             sum[i / NT][i % NT] = sums[i * 32 + lane];
 #pragma unroll
-            for (int part = 1; part < Shape::PARTS; ++part) {
+            for (int part = 1; part < PARTS; ++part) {
                 add(sum[i / NT][i % NT], sums[(part * GROUP * NT + i) * 32 + lane]);
             }
         }
@@ -372,7 +356,7 @@ __device__ void finish(const SkinnyArgs& args, const Range& range, const float4*
 #pragma unroll
             for (int s = 0; s < GROUP; ++s) {
                 const int strip = unit.group * GROUP + s;
-                if (strip < args.strips) write_strip<Format, NT, E>(args, tile, strip, bias[s], sum[s]);
+                if (strip < args.strips) write_strip<NT, E>(args, tile, strip, bias[s], sum[s]);
             }
         }
         unit.index = group_end;
@@ -380,27 +364,27 @@ __device__ void finish(const SkinnyArgs& args, const Range& range, const float4*
     }
 }
 
-template <class Format, class Shape, Epilogue E>
+template <class Format, int NT, Epilogue E>
 __device__ void skinny_gemm(const SkinnyArgs& args) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Barriers barriers;
     uint8_t* ring = shared;
     float4* sums = reinterpret_cast<float4*>(shared + args.stages * GROUP * args.unit_tiles * Format::TILE_BYTES);
-    uint4* x = reinterpret_cast<uint4*>(sums + Shape::PARTS * GROUP * Shape::NT * 32);
+    uint4* x = reinterpret_cast<uint4*>(sums + PARTS * GROUP * NT * 32);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; ++i) {
             ptx::mbarrier_init(&barriers.full[i], 1);
-            ptx::mbarrier_init(&barriers.empty[i], Shape::CONSUMERS);
+            ptx::mbarrier_init(&barriers.empty[i], CONSUMERS);
         }
-        ptx::mbarrier_init(&barriers.sums_full, Shape::CONSUMERS);
+        ptx::mbarrier_init(&barriers.sums_full, CONSUMERS);
         ptx::mbarrier_init(&barriers.sums_empty, 1);
         ptx::fence_barrier_init();
     }
     __syncthreads();
 
     const int warp = threadIdx.x / 32;
-    if (warp == Shape::CONSUMERS) {
+    if (warp == CONSUMERS) {
         if (args.tiles && !args.early_tiles) ptx::grid_dependency_wait();
         produce<Format>(args, Range(args, args.tiles ? *args.num_tiles : 1), ring, barriers);
         return;
@@ -408,27 +392,26 @@ __device__ void skinny_gemm(const SkinnyArgs& args) {
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
     const Range range(args, args.tiles ? *args.num_tiles : 1);
-    if (warp < Shape::CONSUMERS) {
-        consume<Format, Shape>(args, range, ring, x, sums, barriers);
+    if (warp < CONSUMERS) {
+        consume<Format, NT>(args, range, ring, x, sums, barriers);
     } else {
-        finish<Format, Shape, E>(args, range, sums, barriers);
+        finish<NT, E>(args, range, sums, barriers);
     }
 }
 
 }  // namespace
 
-#define SKINNY_GEMM(name, format, shape, epilogue)                                        \
-    extern "C" __global__ void __launch_bounds__(shape::THREADS, shape::BLOCKS)           \
-        name(const __grid_constant__ SkinnyArgs args) {                                   \
-        skinny_gemm<packed::format, shape, Epilogue::epilogue>(args);                     \
+#define SKINNY_GEMM(name, format, nt, epilogue)                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ SkinnyArgs args) {      \
+        skinny_gemm<packed::format, nt, Epilogue::epilogue>(args);                                                \
     }
-SKINNY_GEMM(skinny_bf16_n8, Bf16, Columns8, BF16)
-SKINNY_GEMM(skinny_bf16_n16, Bf16, Columns16, BF16)
-SKINNY_GEMM(skinny_bf16_n8_f32, Bf16, Columns8, F32)
-SKINNY_GEMM(skinny_bf16_n16_f32, Bf16, Columns16, F32)
-SKINNY_GEMM(skinny_bf16_n8_swiglu, Bf16, Columns8, SWIGLU)
-SKINNY_GEMM(skinny_bf16_n16_swiglu, Bf16, Columns16, SWIGLU)
-SKINNY_GEMM(skinny_mxfp4_n8, Mxfp4, Columns8, BF16)
-SKINNY_GEMM(skinny_mxfp4_n16, Mxfp4, Columns16, BF16)
-SKINNY_GEMM(skinny_mxfp4_n8_swiglu, Mxfp4, Columns8, SWIGLU)
-SKINNY_GEMM(skinny_mxfp4_n16_swiglu, Mxfp4, Columns16, SWIGLU)
+SKINNY_GEMM(skinny_bf16_n8, Bf16, 1, BF16)
+SKINNY_GEMM(skinny_bf16_n16, Bf16, 2, BF16)
+SKINNY_GEMM(skinny_bf16_n8_f32, Bf16, 1, F32)
+SKINNY_GEMM(skinny_bf16_n16_f32, Bf16, 2, F32)
+SKINNY_GEMM(skinny_bf16_n8_swiglu, Bf16, 1, SWIGLU)
+SKINNY_GEMM(skinny_bf16_n16_swiglu, Bf16, 2, SWIGLU)
+SKINNY_GEMM(skinny_mxfp4_n8, Mxfp4, 1, BF16)
+SKINNY_GEMM(skinny_mxfp4_n16, Mxfp4, 2, BF16)
+SKINNY_GEMM(skinny_mxfp4_n8_swiglu, Mxfp4, 1, SWIGLU)
+SKINNY_GEMM(skinny_mxfp4_n16_swiglu, Mxfp4, 2, SWIGLU)

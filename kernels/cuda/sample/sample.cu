@@ -1,0 +1,365 @@
+// From logits to a token, one row a sequence, in this order: repetition, frequency and presence penalties, bias, masks; temperature;
+// top-k; top-p over what top-k left; min-p; the draw. Log-probabilities are those of the logits as they come in.
+//
+// A cluster of 8 blocks takes a row; each block keeps its eighth of the vocabulary in shared memory, so logits are read once. All
+// decisions are made on integers, whose sums do not depend on order or batch:
+//   weight  2^40 exp(-e) rounded down, e = (greatest logit - logit) / temperature; zero from e = 27.7 on
+//   rank    e in units of 28 / 2^30: 30 bits, then the lower id first
+// Top-k, top-p and the draw under them look for the token at which a running sum over the order of ranks reaches a target: three
+// histogram passes of 10 bits each. Without top-k and top-p the running sum follows the ids, in one pass.
+//
+// A row whose logits hold a NaN, or of which nothing is allowed, reports it in `status`; its token is 0.
+// Shared memory: a slice of logits (100 KB for 201088 tokens) and a histogram of 8 KB.
+#include "../ptx/block_reduce.cuh"
+#include "philox.cuh"
+
+struct SampleRow {
+    uint64_t seed;
+    uint32_t choice;
+    uint32_t output_idx;
+    float temperature;  // 0: the greatest logit, lowest id among equals
+    float top_p;        // 1: off
+    float min_p;        // 0: off
+    uint32_t top_k;     // 0: off
+    float presence_penalty;
+    float frequency_penalty;
+    float repetition_penalty;
+    int32_t counts_row;  // row of `counts`; negative: no penalties
+    int32_t mask_row;    // row of `masks`; negative: none
+    int32_t bias_first;  // entries of the bias list
+    int32_t bias_count;
+    int32_t logprobs;    // alternatives to report, at most 20; negative: not even the token's own
+};
+static_assert(sizeof(SampleRow) == 64);
+
+struct SampleArgs {
+    const float* logits;          // [rows, vocab]
+    const SampleRow* rows;
+    int32_t* token;               // [rows]
+    uint32_t* status;             // [rows]: 0 sampled, 1 a NaN, 2 nothing allowed
+    float* logprob;               // [rows]
+    int32_t* top_token;           // [rows, 20]
+    float* top_logprob;           // [rows, 20]
+    uint16_t* counts;             // [count rows, vocab]: 0 unseen, 1 in the prompt only, 1 + n generated n times
+    const uint32_t* masks;        // [mask rows, ceil(vocab / 32)], bit set: allowed
+    const uint32_t* assigned;     // ids that exist, as a mask; null: all
+    const int32_t* bias_token;
+    const float* bias_value;
+    int32_t vocab;
+    int32_t slice;                // tokens of a block, a multiple of 4
+};
+static_assert(sizeof(SampleArgs) == 104);
+
+namespace {
+
+constexpr int CLUSTER = 8, THREADS = 512, WARPS = THREADS / 32, BINS = 1024, MAX_TOP = 20;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float WEIGHT_ONE = 1099511627776.0f;                  // 2^40
+constexpr float MAX_DISTANCE = 28.0f;                           // weights are zero beyond
+constexpr float RANKS_A_UNIT = 1073741824.0f / MAX_DISTANCE;    // 2^30 / 28
+constexpr uint64_t EVERYTHING = ~0ull;
+
+struct Shared {
+    uint64_t histogram[BINS];
+    uint64_t slot[2];        // this block's part of a cluster-wide reduction, by turns
+    uint64_t warp[WARPS];
+    uint64_t found[2];
+};
+
+// Higher logit first, then lower id, as one number to maximise.
+__device__ __forceinline__ uint64_t logit_key(float logit, int id) {
+    const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are equal
+    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~id);
+}
+__device__ __forceinline__ int key_id(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+__device__ __forceinline__ float key_logit(uint64_t key) {
+    const uint32_t ordered = key >> 32;
+    return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
+}
+
+// One row, as its cluster sees it.
+class Row {
+  public:
+    __device__ Row(const SampleArgs& args, Shared& shared, float* logits)
+        : args_(args), shared_(shared), logits_(logits), row_(blockIdx.x / CLUSTER), rank_(ptx::cluster_rank()) {
+        first_ = rank_ * args.slice;
+        count_ = max(0, min(args.slice, args.vocab - first_));
+    }
+
+    __device__ void run() {
+        const SampleRow params = args_.rows[row_];
+        bool is_nan = false;
+        const float* source = args_.logits + static_cast<int64_t>(row_) * args_.vocab + first_;
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            logits_[i] = source[i];
+            is_nan |= isnan(logits_[i]);
+        }
+        __syncthreads();
+        if (reduce<true>(is_nan) != 0) return fail(1);
+
+        float log_sum = 0.0f;
+        if (params.logprobs >= 0) log_sum = report_top(params.logprobs);
+        adjust(params);
+        const uint64_t best = reduce<true>(best_key(EVERYTHING));
+        top_ = key_logit(best);
+        if (best == 0 || top_ == -INFINITY) return fail(2);
+        int token = key_id(best);
+        if (params.temperature > 0.0f) token = draw(params);
+        if (rank_ != 0 || threadIdx.x != 0) return;
+        args_.token[row_] = token;
+        args_.status[row_] = 0;
+        if (params.logprobs >= 0) {
+            args_.logprob[row_] = args_.logits[static_cast<int64_t>(row_) * args_.vocab + token] - log_sum;
+        }
+        if (params.counts_row >= 0) {
+            uint16_t& count = args_.counts[static_cast<int64_t>(params.counts_row) * args_.vocab + token];
+            count = count < 1 ? 2 : min(count + 1, 0xffff);
+        }
+    }
+
+  private:
+    // Greatest (or sum) of `value` over the cluster, to every thread.
+    template <bool MAX>
+    __device__ uint64_t reduce(uint64_t value) {
+        const auto merge = [](uint64_t a, uint64_t b) { return MAX ? max(a, b) : a + b; };
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) value = merge(value, __shfl_xor_sync(~0u, value, lanes));
+        if (threadIdx.x % 32 == 0) shared_.warp[threadIdx.x / 32] = value;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int i = 1; i < WARPS; ++i) value = merge(value, shared_.warp[i]);
+            shared_.slot[turn_] = value;
+        }
+        ptx::cluster_barrier();
+        value = 0;
+#pragma unroll
+        for (int rank = 0; rank < CLUSTER; ++rank) value = merge(value, ptx::read_cluster(&shared_.slot[turn_], rank));
+        turn_ ^= 1;  // a slot is written again only after the barrier of the reduction between
+        return value;
+    }
+
+    // This thread's best key below `bound`; 0 if none.
+    __device__ uint64_t best_key(uint64_t bound) const {
+        uint64_t best = 0;
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            const uint64_t key = logit_key(logits_[i], first_ + i);
+            if (key < bound) best = max(best, key);
+        }
+        return best;
+    }
+
+    // Writes the `wanted` most probable tokens; returns the logarithm of the sum of exponentials.
+    __device__ float report_top(int wanted) {
+        uint64_t bound = reduce<true>(best_key(EVERYTHING));
+        const float top = key_logit(bound);
+        double sum = 0.0;
+        for (int i = threadIdx.x; i < count_; i += THREADS) sum += ptx::exp2_approx((logits_[i] - top) * LOG2E);
+        // 2^-32 of the greatest term is far below what a logarithm in f32 shows.
+        const double total = static_cast<double>(reduce<false>(static_cast<uint64_t>(sum * 4294967296.0))) / 4294967296.0;
+        const float log_sum = top + static_cast<float>(log(total));
+        for (int j = 0; j < min(wanted, MAX_TOP); ++j) {
+            if (rank_ == 0 && threadIdx.x == 0) {
+                args_.top_token[row_ * MAX_TOP + j] = key_id(bound);
+                args_.top_logprob[row_ * MAX_TOP + j] = key_logit(bound) - log_sum;
+            }
+            if (j + 1 < wanted) bound = reduce<true>(best_key(bound));
+        }
+        return log_sum;
+    }
+
+    __device__ void adjust(const SampleRow& params) {
+        const int words = (args_.vocab + 31) / 32;
+        const uint16_t* counts = args_.counts + static_cast<int64_t>(max(params.counts_row, 0)) * args_.vocab + first_;
+        const uint32_t* mask = args_.masks + static_cast<int64_t>(max(params.mask_row, 0)) * words;
+        for (int i = threadIdx.x; i < count_ && params.counts_row >= 0; i += THREADS) {
+            const int count = counts[i];
+            if (count == 0) continue;
+            float logit = logits_[i];
+            logit = logit > 0.0f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
+            if (count > 1) logit -= params.frequency_penalty * (count - 1) + params.presence_penalty;
+            logits_[i] = logit;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < params.bias_count; i += THREADS) {
+            const int local = args_.bias_token[params.bias_first + i] - first_;
+            if (local >= 0 && local < count_) atomicAdd(&logits_[local], args_.bias_value[params.bias_first + i]);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            const int id = first_ + i;
+            bool allowed = params.mask_row < 0 || (mask[id / 32] >> (id % 32) & 1);
+            if (args_.assigned) allowed = allowed && (args_.assigned[id / 32] >> (id % 32) & 1);
+            if (!allowed) logits_[i] = -INFINITY;
+        }
+        __syncthreads();
+    }
+
+    struct Token {
+        uint64_t order;   // rank, then id
+        uint64_t weight;  // 0: never drawn
+    };
+
+    __device__ Token token(int i) const {
+        const float distance = (top_ - logits_[i]) * inverse_temperature_;
+        if (!(distance < MAX_DISTANCE)) return {EVERYTHING, 0};
+        const float weight = ptx::exp2_approx(-distance * LOG2E);
+        const uint64_t order = static_cast<uint64_t>(static_cast<uint32_t>(distance * RANKS_A_UNIT)) << 32 | (first_ + i);
+        return {order, weight < min_p_ ? 0 : static_cast<uint64_t>(weight * WEIGHT_ONE)};
+    }
+
+    __device__ int draw(const SampleRow& params) {
+        inverse_temperature_ = 1.0f / params.temperature;
+        const uint64_t u = philox::uniform_bits(params.seed, params.choice, params.output_idx, 0);
+        const bool by_rank = params.top_p < 1.0f || (params.top_k > 0 && params.top_k < static_cast<uint32_t>(args_.vocab));
+        uint64_t bound = EVERYTHING - 1;  // of what is kept
+        if (params.top_k > 0 && by_rank) bound = select<false>(bound, params.top_k);
+        if (params.top_p < 1.0f) {
+            const double wanted = static_cast<double>(params.top_p) * static_cast<double>(mass(bound));
+            bound = min(bound, select<true>(bound, max(static_cast<uint64_t>(ceil(wanted)), static_cast<uint64_t>(1))));
+        }
+        min_p_ = params.min_p;  // the greatest weight is 1, so something always stays
+        const uint64_t target = __umul64hi(u, mass(bound)) + 1;
+        return by_rank ? static_cast<int>(static_cast<uint32_t>(select<true>(bound, target))) : select_by_id(target);
+    }
+
+    __device__ uint64_t mass(uint64_t bound) {
+        uint64_t sum = 0;
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            const Token t = token(i);
+            if (t.order <= bound) sum += t.weight;
+        }
+        return reduce<false>(sum);
+    }
+
+    // Inclusive prefix sum over the block.
+    __device__ uint64_t scan(uint64_t value) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            const uint64_t below = __shfl_up_sync(~0u, value, lanes);
+            if (lane >= lanes) value += below;
+        }
+        __syncthreads();  // an earlier result may still be read
+        if (lane == 31) shared_.warp[warp] = value;
+        __syncthreads();
+        for (int i = 0; i < warp; ++i) value += shared_.warp[i];
+        return value;
+    }
+
+    // The first token, in order of rank and id among those up to `bound`, at which the running sum of weights (or of tokens) reaches
+    // `target`, as its order; `bound` itself if it never does.
+    template <bool WEIGHTS>
+    __device__ uint64_t select(uint64_t bound, uint64_t target) {
+        uint32_t prefix = 0;  // of the rank, found so far
+        for (int shift = 20; shift >= 0; shift -= 10) {
+            for (int i = threadIdx.x; i < BINS; i += THREADS) shared_.histogram[i] = 0;
+            __syncthreads();
+            for (int i = threadIdx.x; i < count_; i += THREADS) {
+                const Token t = token(i);
+                const uint32_t rank = t.order >> 32;
+                if (t.order > bound || t.weight == 0 || (rank >> (shift + 10)) != prefix) continue;
+                atomicAdd(reinterpret_cast<unsigned long long*>(&shared_.histogram[rank >> shift & (BINS - 1)]),
+                          WEIGHTS ? t.weight : 1ull);
+            }
+            ptx::cluster_barrier();
+            uint64_t bins[2] = {0, 0};
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                for (int rank = 0; rank < CLUSTER; ++rank) {
+                    bins[b] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x + b], rank);
+                }
+            }
+            const uint64_t through = scan(bins[0] + bins[1]), before = through - bins[0] - bins[1];
+            if (threadIdx.x == 0) shared_.found[0] = EVERYTHING;
+            __syncthreads();
+            if (before < target && through >= target) {
+                const bool second = before + bins[0] < target;
+                shared_.found[0] = 2 * threadIdx.x + second;
+                shared_.found[1] = second ? before + bins[0] : before;
+            }
+            __syncthreads();
+            const uint64_t bin = shared_.found[0], passed = shared_.found[1];
+            ptx::cluster_barrier();  // histograms have been read
+            if (bin == EVERYTHING) return bound;
+            target -= passed;
+            prefix = prefix << 10 | static_cast<uint32_t>(bin);
+        }
+        // Equal ranks are equal weights but for rounding: the id decides.
+        uint64_t mine = 0;
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            const Token t = token(i);
+            if (t.order <= bound && t.weight != 0 && (t.order >> 32) == prefix) mine += WEIGHTS ? t.weight : 1;
+        }
+        return static_cast<uint64_t>(prefix) << 32 | find_by_id<WEIGHTS>(prefix, bound, mine, target);
+    }
+
+    __device__ int select_by_id(uint64_t target) {
+        uint64_t mine = 0;
+        for (int i = threadIdx.x; i < count_; i += THREADS) mine += token(i).weight;
+        return find_by_id<true>(~0u, EVERYTHING - 1, mine, target);
+    }
+
+    // The id at which the running sum, by id, over tokens of rank `rank` (~0: any) reaches `target`. `mine`: this thread's part of
+    // this block's sum.
+    template <bool WEIGHTS>
+    __device__ int find_by_id(uint32_t rank, uint64_t bound, uint64_t mine, uint64_t target) {
+        const uint64_t own = block_total(mine);
+        if (threadIdx.x == 0) shared_.slot[turn_] = own;
+        ptx::cluster_barrier();
+        uint64_t before = 0;
+        for (int r = 0; r < rank_; ++r) before += ptx::read_cluster(&shared_.slot[turn_], r);
+        turn_ ^= 1;
+        uint64_t result = 0;
+        if (before < target && before + own >= target) {
+            for (int base = 0; base < count_; base += THREADS) {
+                const int i = base + threadIdx.x;
+                uint64_t value = 0;
+                if (i < count_) {
+                    const Token t = token(i);
+                    const bool used = t.order <= bound && t.weight != 0 && (rank == ~0u || (t.order >> 32) == rank);
+                    if (used) value = WEIGHTS ? t.weight : 1;
+                }
+                const uint64_t through = before + scan(value);
+                if (through - value < target && through >= target) shared_.found[0] = first_ + i + 1;
+                if (threadIdx.x == THREADS - 1) shared_.found[1] = through;
+                __syncthreads();
+                before = shared_.found[1];
+                if (before >= target) break;
+            }
+            result = shared_.found[0];
+        }
+        return static_cast<int>(reduce<true>(threadIdx.x == 0 ? result : 0)) - 1;
+    }
+
+    __device__ uint64_t block_total(uint64_t value) {
+        const uint64_t through = scan(value);
+        __syncthreads();
+        if (threadIdx.x == THREADS - 1) shared_.found[1] = through;
+        __syncthreads();
+        return shared_.found[1];
+    }
+
+    __device__ void fail(uint32_t status) {
+        if (rank_ == 0 && threadIdx.x == 0) args_.token[row_] = 0, args_.status[row_] = status;
+    }
+
+    const SampleArgs& args_;
+    Shared& shared_;
+    float* logits_;
+    int row_, rank_, first_, count_;
+    int turn_ = 0;
+    float top_ = 0.0f, inverse_temperature_ = 1.0f, min_p_ = 0.0f;
+};
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2)
+    sample(const __grid_constant__ SampleArgs args) {
+    extern __shared__ __align__(16) float slice[];
+    __shared__ Shared shared;
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    Row(args, shared, slice).run();
+    ptx::cluster_barrier();  // shared memory lives until the others have read it
+}

@@ -1,2 +1,5 @@
-//! The damask command.
-fn main() {}
+//! The `damask` command.
+
+fn main() -> std::process::ExitCode {
+    damask::main()
+}

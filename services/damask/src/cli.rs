@@ -1,0 +1,89 @@
+//! Arguments.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use chassis::logs::LogFormat;
+use clap::{Args, Parser, Subcommand};
+
+use crate::chat::ChatArgs;
+use crate::config::ConfigCommand;
+use crate::health::HealthArgs;
+use crate::serve::Role;
+use crate::up::UpArgs;
+
+/// Serve gpt-oss with separate prefill and decode.
+#[derive(Debug, Parser)]
+#[command(name = "damask", version)]
+pub(crate) struct Cli {
+    /// Form of the log on standard error: text or json.
+    #[arg(long, global = true, default_value = "text")]
+    pub(crate) log_format: LogFormat,
+    /// Level or filter of the log, such as debug or info,router=trace; wins over RUST_LOG [default: info; chat: error].
+    #[arg(long, global = true)]
+    pub(crate) log_level: Option<String>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run the gateway: OpenAI-compatible API in front of a router.
+    Gateway(ServeArgs),
+    /// Run the router: tokens in, tokens out.
+    Router(ServeArgs),
+    /// Run a prefill worker.
+    Prefill(ServeArgs),
+    /// Run a decode worker.
+    Decode(ServeArgs),
+    /// Run the whole stack on this machine: all four services as child processes.
+    Up(UpArgs),
+    /// Ask one question.
+    Chat(ChatArgs),
+    /// Check or print a service's configuration.
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Ask a service's admin port how it is; exit code 0 if well.
+    Health(HealthArgs),
+}
+
+/// Options of the four services.
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    /// The service's YAML file; environment variables DAMASK_<SERVICE>__<FIELD> override it.
+    #[arg(long)]
+    config: PathBuf,
+}
+
+impl Cli {
+    /// Runs the command to its end.
+    ///
+    /// # Errors
+    /// Whatever ends it early, to be shown to the user.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        // The options that child processes take over.
+        let format = match self.log_format {
+            LogFormat::Text => "text",
+            LogFormat::Json => "json",
+        };
+        let mut options = vec!["--log-format".to_owned(), format.to_owned()];
+        if let Some(level) = &self.log_level {
+            options.extend(["--log-level".to_owned(), level.clone()]);
+        }
+        match self.command {
+            Command::Gateway(args) => runtime()?.block_on(crate::serve::serve(Role::Gateway, &args.config)),
+            Command::Router(args) => runtime()?.block_on(crate::serve::serve(Role::Router, &args.config)),
+            Command::Prefill(args) => runtime()?.block_on(crate::serve::serve(Role::Prefill, &args.config)),
+            Command::Decode(args) => runtime()?.block_on(crate::serve::serve(Role::Decode, &args.config)),
+            Command::Up(args) => runtime()?.block_on(crate::up::up(args, options)),
+            Command::Chat(args) => runtime()?.block_on(crate::up::chat(args, options)),
+            Command::Config(command) => command.run(),
+            Command::Health(args) => runtime()?.block_on(crate::health::health(&args)),
+        }
+    }
+}
+
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the async runtime")
+}

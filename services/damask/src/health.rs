@@ -1,0 +1,36 @@
+//! `damask health`: one question to an admin port, for container health checks.
+
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+
+/// Ask a service's admin port how it is.
+#[derive(Debug, Args)]
+pub(crate) struct HealthArgs {
+    /// The admin port, host:port.
+    #[arg(long, default_value = "127.0.0.1:8002")]
+    admin: String,
+    /// Ask whether it is alive (a restart would not help) instead of whether it can serve now.
+    #[arg(long)]
+    live: bool,
+    /// How long to wait for the answer.
+    #[arg(long, default_value_t = 2000)]
+    timeout_ms: u64,
+}
+
+/// # Errors
+/// The reason that the service gives for not being well, or that it cannot be reached.
+pub(crate) async fn health(args: &HealthArgs) -> anyhow::Result<()> {
+    let path = if args.live { "live" } else { "ready" };
+    let url = format!("http://{}/health/{path}", args.admin);
+    let client = reqwest::Client::builder().timeout(Duration::from_millis(args.timeout_ms)).build()?;
+    let response = client.get(&url).send().await.with_context(|| format!("no answer from {url}"))?;
+    let status = response.status();
+    let body: serde_json::Value = response.json().await.context("the answer is not JSON")?;
+    if !status.is_success() {
+        bail!("{}", body["reason"].as_str().unwrap_or("not well"));
+    }
+    println!("ok");
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! `damask up`: the whole stack on this machine; and the private stack that `damask chat` starts.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
+use tokio_util::sync::CancellationToken;
+
+use crate::chat::{self, ChatArgs};
+use crate::serve::when_stdin_ends;
+use crate::stack::{Addresses, Stack, StackOptions, write_ready_file};
+use crate::supervisor::SUPERVISED;
+
+/// Run the whole stack on this machine.
+#[derive(Debug, Args)]
+pub(crate) struct UpArgs {
+    /// Where the OpenAI API listens; port 0 takes free ports for everything.
+    #[arg(long, default_value = "127.0.0.1:8000")]
+    listen: SocketAddr,
+    /// Model directory with config.json and safetensors [default: the embedded gpt-oss-nano].
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// Tensor parallelism of prefill.
+    #[arg(long, default_value_t = 2)]
+    prefill_tp: u32,
+    /// Tensor parallelism of decode.
+    #[arg(long, default_value_t = 4)]
+    decode_tp: u32,
+    /// Ways in which decode splits the experts [default: as --decode-tp].
+    #[arg(long)]
+    decode_ep: Option<u32>,
+    /// Longest context in tokens, prompt and answer together [default: as the services' own].
+    #[arg(long)]
+    max_context_tokens: Option<u32>,
+    /// Write the services' addresses and process ids to this file, as JSON, once requests can be served.
+    #[arg(long)]
+    ready_file: Option<PathBuf>,
+}
+
+impl UpArgs {
+    fn stack(&self, options: Vec<String>) -> StackOptions {
+        StackOptions {
+            listen: self.listen,
+            model: self.model.clone(),
+            prefill_tp: self.prefill_tp,
+            decode_tp: self.decode_tp,
+            decode_ep: self.decode_ep.unwrap_or(self.decode_tp),
+            max_context_tokens: self.max_context_tokens,
+            options,
+            documented_ports: self.listen.port() != 0,
+        }
+    }
+}
+
+/// Runs the stack until Ctrl-C, SIGTERM, or the end of standard input where a supervisor holds it.
+///
+/// # Errors
+/// A taken port, or a service that gave up.
+pub(crate) async fn up(args: UpArgs, options: Vec<String>) -> anyhow::Result<()> {
+    let mut stack = Stack::start(&args.stack(options))?;
+    let mut end = std::pin::pin!(told_to_end());
+    tokio::select! {
+        ready = stack.wait_ready(progress()) => ready?,
+        ended = &mut end => { ended?; return stack.drain().await; }
+    }
+    let addresses = stack.addresses();
+    announce(&args, &addresses);
+    let mut published = None;
+    loop {
+        if let Some(path) = &args.ready_file
+            && published.as_ref() != Some(&stack.addresses().pids)
+        {
+            let addresses = stack.addresses();
+            write_ready_file(path, &addresses)?;
+            published = Some(addresses.pids);
+        }
+        tokio::select! {
+            ended = &mut end => { ended?; break; }
+            failed = stack.wait_failure() => { failed?; }
+            () = tokio::time::sleep(std::time::Duration::from_millis(100)) => {}
+        }
+    }
+    eprintln!("draining; Ctrl-C again to stop at once");
+    tokio::select! {
+        drained = stack.drain() => drained,
+        ended = told_to_end() => { ended?; anyhow::bail!("stopped before all requests had finished") }
+    }
+}
+
+/// Answers one question, by a running gateway or by a private stack.
+///
+/// # Errors
+/// When there is no answer.
+pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>) -> anyhow::Result<()> {
+    if let Some(url) = args.url() {
+        return chat::ask(&args, url).await;
+    }
+    if !options.iter().any(|option| option == "--log-level") {
+        // Whoever asks a question wants the answer, not four services' logs.
+        options.extend(["--log-level".to_owned(), "error".to_owned()]);
+    }
+    let private = StackOptions {
+        listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+        model: None,
+        prefill_tp: 2,
+        decode_tp: 4,
+        decode_ep: 4,
+        max_context_tokens: None,
+        options,
+        documented_ports: false,
+    };
+    let mut stack = Stack::start(&private)?;
+    let answered = tokio::select! {
+        answered = async {
+            stack.wait_ready(progress()).await?;
+            chat::ask(&args, &format!("http://{}", stack.addresses().http)).await
+        } => answered,
+        interrupted = tokio::signal::ctrl_c() => interrupted.map_err(Into::into),
+    };
+    let drained = stack.drain().await;
+    answered.and(drained)
+}
+
+/// Ctrl-C or SIGTERM; or, where this process is itself supervised, the end of standard input.
+async fn told_to_end() -> anyhow::Result<()> {
+    let stdin_ended = CancellationToken::new();
+    if std::env::var_os(SUPERVISED).is_some() {
+        let ended = stdin_ended.clone();
+        when_stdin_ends(move || ended.cancel());
+    }
+    let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    tokio::select! {
+        interrupted = tokio::signal::ctrl_c() => interrupted?,
+        _ = terminate.recv() => {}
+        () = stdin_ended.cancelled() => {}
+    }
+    Ok(())
+}
+
+/// Draws the loading of the weights on a terminal, as a bar over both workers.
+fn progress() -> impl Fn(&BTreeMap<&'static str, Value>) {
+    let style =
+        ProgressStyle::with_template("{msg} [{bar:30}] {percent} %").expect("the template is a constant that parses");
+    let bar = ProgressBar::new(0).with_style(style.progress_chars("=> ")).with_message("loading weights");
+    move |reports| {
+        let loading = reports.values().filter_map(|report| report.get("loading"));
+        let (mut done, mut total) = (0, 0);
+        for report in loading {
+            done += report["done"].as_u64().unwrap_or(0);
+            total += report["total"].as_u64().unwrap_or(0);
+        }
+        if reports.get("gateway").is_some_and(|report| report["status"] == "ok") {
+            bar.finish_and_clear();
+        } else if total > 0 {
+            bar.set_length(total);
+            bar.set_position(done);
+        }
+    }
+}
+
+fn announce(args: &UpArgs, addresses: &Addresses) {
+    let model = args.model.as_ref().map_or("gpt-oss-nano (embedded)".into(), |dir| dir.display().to_string());
+    let http = addresses.http;
+    eprintln!(
+        "damask serves {model} on the CPU: prefill TP{}, decode EP{} DP1 TP{}",
+        args.prefill_tp,
+        args.decode_ep.unwrap_or(args.decode_tp),
+        args.decode_tp
+    );
+    eprintln!("  OpenAI API    http://{http}/v1");
+    eprintln!(
+        "  gRPC          router {} (damask.v1.Inference), gateway {} (damask.v1.Gateway)",
+        addresses.router, addresses.gateway
+    );
+    for (name, admin) in &addresses.admin {
+        eprintln!("  {name:<13} http://{admin}/metrics");
+    }
+    eprintln!("try: damask chat --url http://{http} \"What is the capital of France?\"");
+}

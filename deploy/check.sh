@@ -33,7 +33,7 @@ compose_files() {
     local override
     for override in '' gpu-1.yaml gpu-2.yaml gpu-4.yaml gpu-8-two-prefills.yaml; do
         check "compose.yaml $override" compose -f compose.yaml ${override:+-f "$override"} \
-            --profile cpu --profile gpu --profile two-prefills --profile observability config
+            --profile cpu --profile spare --profile gpu --profile two-prefills --profile observability config
     done
 }
 

@@ -266,8 +266,10 @@ impl EndCause {
 
 /// Takes the receiver's verdict on a COMMIT. Dropped without one, it rejects with [`AbortReason::Shutdown`].
 pub struct CommitReply {
-    answer: Option<Box<dyn FnOnce(Result<(), AbortReason>) + Send>>,
+    answer: Option<Answer>,
 }
+
+type Answer = Box<dyn FnOnce(Result<(), AbortReason>) + Send>;
 
 impl CommitReply {
     /// `answer` must not block: it is called from a step thread.

@@ -37,10 +37,8 @@ impl Lanes {
             Arc::clone(places.entry(peer.worker.clone()).or_default())
         };
         let mut lane = place.lock().await;
-        if let Some(open) = lane.as_ref() {
-            if open.lost().is_none() && open.peer() == peer {
-                return Ok(Arc::clone(open));
-            }
+        if let Some(open) = lane.as_ref().filter(|open| open.lost().is_none() && open.peer() == peer) {
+            return Ok(Arc::clone(open));
         }
         // Opened before the old one is closed: a ticket of an earlier life must not cost the lane to the present one.
         let opened: Arc<dyn SendLane> = Arc::from(self.transport.connect(address, peer).await?);

@@ -86,6 +86,10 @@ impl SamplingFields {
         if !(0.0..=2.0).contains(&temperature) {
             return Err(ApiError::invalid("temperature", format!("temperature is {temperature}, allowed is 0 to 2")));
         }
+        let top_p = self.top_p.unwrap_or(neutral.top_p);
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(ApiError::invalid("top_p", format!("top_p is {top_p}, allowed is above 0 and up to 1")));
+        }
         let mut logit_bias = Vec::new();
         for (token, bias) in self.logit_bias.unwrap_or_default() {
             let token = token.parse().map_err(|_| {
@@ -95,7 +99,7 @@ impl SamplingFields {
         }
         Ok(Sampling {
             temperature,
-            top_p: self.top_p.unwrap_or(neutral.top_p),
+            top_p,
             top_k: self.top_k.unwrap_or(neutral.top_k),
             min_p: self.min_p.unwrap_or(neutral.min_p),
             presence_penalty: self.presence_penalty.unwrap_or(neutral.presence_penalty),
@@ -108,6 +112,14 @@ impl SamplingFields {
             logprobs: self.logprobs,
         })
     }
+}
+
+/// A limit on output tokens, which must let at least one through.
+pub(crate) fn token_limit(field: &str, limit: Option<u32>) -> Result<Option<u32>, ApiError> {
+    if limit == Some(0) {
+        return Err(ApiError::invalid(field, format!("{field} is 0, at least 1 is needed")));
+    }
+    Ok(limit)
 }
 
 /// Number of answers: 1 unless given, at most `max`.
@@ -142,12 +154,17 @@ mod tests {
             biased("x").resolve(0).map(drop),
             SamplingFields { temperature: Some(2.1), ..SamplingFields::default() }.resolve(0).map(drop),
             SamplingFields { temperature: Some(f32::NAN), ..SamplingFields::default() }.resolve(0).map(drop),
+            SamplingFields { top_p: Some(0.0), ..SamplingFields::default() }.resolve(0).map(drop),
+            token_limit("max_tokens", Some(0)).map(drop),
             StopStrings::Many(vec!["a".into(); 5]).checked().map(drop),
             StopStrings::One(String::new()).checked().map(drop),
             num_choices(Some(0), 8).map(drop),
             num_choices(Some(9), 8).map(drop),
         ];
         let params: Vec<_> = refusals.into_iter().map(|refused| refused.unwrap_err().object().param.unwrap()).collect();
-        assert_eq!(params, ["logit_bias", "temperature", "temperature", "stop", "stop", "n", "n"]);
+        assert_eq!(
+            params,
+            ["logit_bias", "temperature", "temperature", "top_p", "max_tokens", "stop", "stop", "n", "n"]
+        );
     }
 }

@@ -6,7 +6,7 @@ use chassis::admin::{Admin, Probe};
 use chassis::net::{grpc as grpc_net, http as http_net};
 use chassis::{Address, Metrics, Network, Shutdown, TaskFailure, Tasks};
 
-use crate::config::Config;
+use crate::config::{Config, ModelSource};
 use crate::metrics::GatewayMetrics;
 use crate::router_link::RouterLink;
 use crate::served_model::{ServedModel, ServedModelError};
@@ -39,9 +39,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         Some(address) => Some(network.bind("grpc", address).await?),
         None => None,
     };
-    let source = config.model.clone();
-    let loading = tokio::task::spawn_blocking(move || ServedModel::load(&source));
-    let model = loading.await.map_err(|panic| TaskFailure { task: "model", reason: panic.to_string() })??;
+    let model = load(config.model.clone()).await?;
 
     let registry = Metrics::new();
     let metrics = GatewayMetrics::new(&registry);
@@ -73,6 +71,15 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     tasks.join().await?;
     tracing::info!("gateway ended");
     Ok(())
+}
+
+async fn load(source: ModelSource) -> Result<ServedModel, GatewayError> {
+    if source == ModelSource::EmbeddedNano {
+        // A few milliseconds: no thread is worth it, and a simulated fleet has none.
+        return Ok(ServedModel::load(&source)?);
+    }
+    let loading = tokio::task::spawn_blocking(move || ServedModel::load(&source)).await;
+    Ok(loading.map_err(|panic| TaskFailure { task: "model", reason: panic.to_string() })??)
 }
 
 /// The gateway computes nothing that could hang: it lives as long as it answers. It is ready while the router can serve.

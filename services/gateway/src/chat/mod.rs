@@ -52,10 +52,12 @@ pub fn lower(body: &Value, context: &LoweringContext) -> Result<ChatRequest, Api
         seed: options.seed,
         logprobs: logprobs(options.logprobs, options.top_logprobs)?,
     };
+    let max_completion_tokens = params::token_limit("max_completion_tokens", options.max_completion_tokens)?;
+    let max_tokens = params::token_limit("max_tokens", options.max_tokens)?;
     let plan = ChatPlan {
         conversation,
         sampling: sampling.resolve(context.drawn_seed)?,
-        max_tokens: options.max_completion_tokens.or(options.max_tokens),
+        max_tokens: max_completion_tokens.or(max_tokens),
         num_choices: params::num_choices(options.n, context.choices_max)?,
         stop: options.stop.map_or(Ok(Vec::new()), params::StopStrings::checked)?,
     };

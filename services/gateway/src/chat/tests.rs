@@ -77,6 +77,7 @@ fn refusals_name_the_field() {
         ),
         (json!({ "temperature": "hot" }), "temperature"),
         (json!({ "max_tokens": -1 }), "max_tokens"),
+        (json!({ "max_tokens": 5, "max_completion_tokens": 0 }), "max_completion_tokens"),
         (json!({ "stream_options": { "include_usage": 1 } }), "stream_options.include_usage"),
         (json!({ "n": 9 }), "n"),
         (json!({ "stop": ["a", ""] }), "stop"),

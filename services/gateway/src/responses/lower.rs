@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::request::{Input, Item, ItemText, Part, ResponsesRequest, TextFormat, ToolChoiceField, ToolEntry};
 use crate::error::ApiError;
-use crate::params::SamplingFields;
+use crate::params::{self, SamplingFields};
 use crate::plan::{ChatPlan, LoweringContext};
 
 /// Reads what reaches the model.
@@ -42,7 +42,7 @@ pub(super) fn lower(request: &ResponsesRequest, context: &LoweringContext) -> Re
     Ok(ChatPlan {
         conversation,
         sampling: sampling.resolve(context.drawn_seed)?,
-        max_tokens: request.max_output_tokens,
+        max_tokens: params::token_limit("max_output_tokens", request.max_output_tokens)?,
         num_choices: 1,
         stop: Vec::new(),
     })

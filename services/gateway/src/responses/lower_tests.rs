@@ -99,6 +99,7 @@ fn refusals_name_the_place() {
         (json!({ "input": "x", "text": { "format": { "type": "xml" } } }), "text.format.type"),
         (json!({ "input": "x", "tool_choice": "maybe" }), "tool_choice"),
         (json!({ "input": "x", "temperature": -1 }), "temperature"),
+        (json!({ "input": "x", "max_output_tokens": 0 }), "max_output_tokens"),
     ];
     for (body, param) in cases {
         let error = lowered(body.clone()).unwrap_err();

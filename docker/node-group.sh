@@ -18,6 +18,8 @@ supervise() {
         started=$SECONDS
         damask --log-format "${LOG_FORMAT:-json}" "$role" --config "$config" &
         child=$!
+        # SIGTERM may have come between the last look and this child.
+        [ $draining = 0 ] || kill -TERM $child
         wait $child
         status=$?
         # A `wait` that a signal ended says 128 + 15; the worker is still draining then.

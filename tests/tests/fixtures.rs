@@ -3,7 +3,6 @@
 //! `NANO_FIXTURES` names another folder of the same form (default: the copy beside this file); its README says what the files hold.
 
 #[path = "../../shared/engine/tests/driver/mod.rs"]
-#[allow(dead_code, reason = "shared with the engine's tests, which use more of it")]
 mod driver;
 
 use std::collections::BTreeMap;

@@ -5,7 +5,6 @@
 //! of the repeats is printed, with the fastest. Sampling: one token out of 201,088, the vocabulary of gpt-oss-20b. `cargo bench -p engine --bench throughput`.
 
 #[path = "../tests/driver/mod.rs"]
-#[allow(dead_code, reason = "shared with the tests, which use more of it")]
 mod driver;
 
 use std::sync::Arc;

@@ -2,9 +2,10 @@
 //!
 //! It is the oracle of the GPU kernels and the engine of a laptop. Its logits are **bit-stable**: those of a position do not depend on what else
 //! is in the batch, on chunking, on whether prefill or decode computed them, on page size, tensor or expert parallelism, or on the vector unit.
-//! Every sum has one order (see [`matmul`], [`attention`], [`experts`] and the tree in `model::sharding`).
+//! Every sum has one order (see `matmul`, `attention`, `experts` and the tree in `model::sharding`), and the exponential is the engine's own.
+//! Only sine and cosine of the rotary embedding come from the system's maths library: machines whose libraries differ may differ in a last bit.
 //!
-//! Start with [`build_group`]; [`rank`] carries out a step, [`forward`] is the model.
+//! Start with [`build_group`]; `rank` carries out a step, `forward` is the model.
 
 mod attention;
 mod batch;

@@ -194,9 +194,7 @@ impl<E: KvElement, R: Rounding> Attention<'_, E, R> {
                 sums[c] = fma(splat(*weight), E::load(&value[c]), sums[c]);
             }
         }
-        for c in 0..CHUNKS {
-            out[c] = sums[c];
-        }
+        out.copy_from_slice(&sums);
     }
 }
 

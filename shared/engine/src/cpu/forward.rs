@@ -11,6 +11,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::slice::from_ref;
 
 use model::rope::RopeAngles;
 use model::{LayerKind, ModelConfig, SWIGLU_ALPHA, ShardPlan};
@@ -116,8 +117,8 @@ impl<R: Rounding> Forward<'_, R> {
 
     fn linear(model: &RankModel, x: &[f32], weights: &Panels, bias: &[f32], out: &mut Vec<f32>) {
         let out = room(out, x.len() / weights.depth() * weights.rows());
-        let slices = [0..weights.depth()];
-        model.simd.run(MatMul { x, weights, slices: &slices, bias, out, rounding: PhantomData::<R> });
+        let whole = 0..weights.depth();
+        model.simd.run(MatMul { x, weights, slices: from_ref(&whole), bias, out, rounding: PhantomData::<R> });
     }
 
     fn attention_block(&mut self, idx: usize, layer: &PackedLayer) -> Result<(), EngineError> {

@@ -1,7 +1,9 @@
 //! Each kernel against its definition in `model::reference`, on every vector unit of this CPU, whose results must be equal bit for bit.
 
+use std::iter::once;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::slice::from_ref;
 
 use half::bf16;
 use model::reference::{self, AttentionShape};
@@ -82,12 +84,14 @@ fn matmul_agrees_with_the_reference() {
     // Tails of panels (rows), of four panels, of four tokens, of the block of 64 tokens; slices of unequal length and empty ones.
     let halves = |depth: usize| vec![0..depth / 2, depth / 2..depth];
     let eight = vec![0..64, 64..96, 96..96, 96..128, 128..192, 192..224, 224..224, 224..320];
-    let cases: [(&str, usize, usize, usize, Vec<Range<usize>>); 7] = [
-        ("one_token", 1, 64, 320, vec![0..320]),
-        ("row_tail", 5, 40, 64, vec![0..64]),
-        ("router", 9, 8, 320, vec![0..320]),
-        ("token_tail", 67, 80, 32, vec![0..32]),
-        ("block_edge", 64, 16, 32, vec![0..32]),
+    // Name, tokens, rows, depth, slices.
+    type Case = (&'static str, usize, usize, usize, Vec<Range<usize>>);
+    let cases: [Case; 7] = [
+        ("one_token", 1, 64, 320, once(0..320).collect()),
+        ("row_tail", 5, 40, 64, once(0..64).collect()),
+        ("router", 9, 8, 320, once(0..320).collect()),
+        ("token_tail", 67, 80, 32, once(0..32).collect()),
+        ("block_edge", 64, 16, 32, once(0..32).collect()),
         ("two_slices", 3, 320, 128, halves(128)),
         ("eight_slices", 6, 320, 320, eight),
     ];
@@ -282,18 +286,18 @@ fn bf16_results_are_bf16() {
     let panels = matrix.panels();
     let got = on_all_units("bf16", |simd| {
         let mut out = vec![0.0; 32];
-        let slices = [0..64];
+        let whole = 0..64;
         simd.run(MatMul {
             x: &x,
             weights: &panels,
-            slices: &slices,
+            slices: from_ref(&whole),
             bias: &[],
             out: &mut out,
             rounding: PhantomData::<ToBf16>,
         });
         out
     });
-    let exact = matmul(Simd::detect(), &x, &panels, &[0..64], &[]);
+    let exact = matmul(Simd::detect(), &x, &panels, from_ref(&(0..64)), &[]);
     let rounded: Vec<f32> = exact.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
     assert_eq!(got, rounded);
 }

@@ -123,9 +123,9 @@ impl<R: Rounding> MatMul<'_, R> {
         let rows: [&[f32]; M] = std::array::from_fn(|m| &self.x[(token + m) * depth..(token + m + 1) * depth]);
         let panels: [&[[bf16; LANES]]; P] = std::array::from_fn(|p| self.weights.panel(panel + p));
         let sums = tree::<P, M>(rows, panels, self.slices);
-        for m in 0..M {
-            for p in 0..P {
-                self.store(token + m, (panel + p) * LANES, sums[m][p]);
+        for (m, sums) in sums.into_iter().enumerate() {
+            for (p, sum) in sums.into_iter().enumerate() {
+                self.store(token + m, (panel + p) * LANES, sum);
             }
         }
     }

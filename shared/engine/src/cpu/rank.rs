@@ -124,7 +124,9 @@ impl CpuRank {
         let publishes = self.batch.publishes;
         let stored = |layer: usize, cache: &KvCache| {
             let end = layer + 1;
-            let Some(listener) = listener.filter(|_| publishes && (end % publish_layers == 0 || end == layers)) else {
+            let Some(listener) =
+                listener.filter(|_| publishes && (end.is_multiple_of(publish_layers) || end == layers))
+            else {
                 return;
             };
             let start = layer / publish_layers * publish_layers;

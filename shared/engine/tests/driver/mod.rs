@@ -1,5 +1,6 @@
 //! Drives an engine group without a scheduler: hands out pages, drops those that left the window, makes plans.
 //! Shared by the engine's tests, its bench and the fixture runner.
+#![allow(dead_code, reason = "each of its users needs a part")]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

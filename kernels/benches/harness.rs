@@ -119,13 +119,20 @@ impl Bench {
 
     pub(crate) fn heading(&self, title: &str) {
         println!("## {title}\n");
-        println!("| kernel | shape | us | MB | GB/s | share of copy rate |");
-        println!("|---|---|---|---|---|---|");
+        println!("| kernel | shape | us | MB | GB/s | share of copy rate | TFLOP/s |");
+        println!("|---|---|---|---|---|---|---|");
     }
 
     pub(crate) fn row(&self, kernel: &str, shape: &str, us: f64, bytes: usize) {
         let rate = bytes as f64 / us / 1e3;
         let (megabytes, share) = (bytes as f64 / 1e6, 100.0 * rate / self.copy_gb_per_s);
-        println!("| {kernel} | {shape} | {us:.2} | {megabytes:.2} | {rate:.0} | {share:.0} % |");
+        println!("| {kernel} | {shape} | {us:.2} | {megabytes:.2} | {rate:.0} | {share:.0} % | |");
+    }
+
+    pub(crate) fn row_flops(&self, kernel: &str, shape: &str, us: f64, bytes: usize, flops: usize) {
+        let rate = bytes as f64 / us / 1e3;
+        let (megabytes, share) = (bytes as f64 / 1e6, 100.0 * rate / self.copy_gb_per_s);
+        let tflops = flops as f64 / us / 1e6;
+        println!("| {kernel} | {shape} | {us:.2} | {megabytes:.2} | {rate:.0} | {share:.0} % | {tflops:.0} |");
     }
 }

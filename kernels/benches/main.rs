@@ -8,6 +8,7 @@
 mod decode_attention;
 mod harness;
 mod skinny_gemm;
+mod tile_gemm;
 mod token_wise;
 
 use harness::Bench;
@@ -16,12 +17,14 @@ fn main() {
     let Some(mut bench) = Bench::open() else { return };
     println!("# Kernels on one {}\n", bench.device_name());
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
-    // `cargo bench -p kernels -- dense` runs the sections whose name contains `dense`.
+    // `cargo bench -p kernels -- skinny` runs the sections whose name contains `skinny`.
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let sections: [(&str, fn(&mut Bench)); 4] = [
+    let sections: [(&str, fn(&mut Bench)); 6] = [
         ("token_wise", token_wise::run),
-        ("dense", skinny_gemm::dense),
-        ("experts", skinny_gemm::experts),
+        ("skinny_dense", skinny_gemm::dense),
+        ("skinny_experts", skinny_gemm::experts),
+        ("tile_dense", tile_gemm::dense),
+        ("tile_experts", tile_gemm::experts),
         ("decode_attention", decode_attention::run),
     ];
     sections.iter().filter(|(name, _)| name.contains(&wanted)).for_each(|(_, run)| run(&mut bench));

@@ -25,7 +25,7 @@ pub(crate) fn dense(bench: &mut Bench) {
     println!();
 }
 
-fn pack(bench: &Bench, rows: usize, k: usize) -> PackedWeights {
+pub(crate) fn pack(bench: &Bench, rows: usize, k: usize) -> PackedWeights {
     let values = bench.values(rows * k);
     pack_bf16(&bench.kernels, &bench.stream, values.view(), [1, rows, k], false).unwrap()
 }
@@ -64,7 +64,7 @@ pub(crate) fn experts(bench: &mut Bench) {
     }
 }
 
-fn pack_experts(bench: &Bench, num_experts: usize, rows: usize, interleaved: bool) -> PackedWeights {
+pub(crate) fn pack_experts(bench: &Bench, num_experts: usize, rows: usize, interleaved: bool) -> PackedWeights {
     let mut values = bench.stream.allocate::<u8>(num_experts * rows * HIDDEN / 2).unwrap();
     bench.fill(&mut values);
     let mut scales = bench.stream.allocate::<u8>(num_experts * rows * HIDDEN / 32).unwrap();

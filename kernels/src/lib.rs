@@ -7,13 +7,15 @@
 //! is a struct of its operands; `enqueue` checks them and puts the kernel on a stream. Every kernel waits for its predecessor
 //! before it touches what that one wrote, so consecutive launches overlap (programmatic dependent launch).
 //!
-//! Start with [`RmsNorm`], the simplest, then [`SkinnyGemm`], which streams the weights in decode.
+//! Start with [`RmsNorm`], the simplest, then [`SkinnyGemm`], which streams the weights in decode, and [`TileGemm`], which keeps
+//! the tensor cores busy in prefill.
 #![allow(unsafe_code)] // this crate launches kernels: each launch says why its arguments are right
 
 mod combine;
 mod decode_attention;
 mod dispatch;
 mod error;
+mod gather_rows;
 mod kv_cache;
 mod library;
 mod pack_weights;
@@ -22,12 +24,14 @@ mod rope_kv;
 mod router;
 mod sample;
 mod skinny_gemm;
+mod tile_gemm;
 mod workspace;
 
 pub use combine::{Combine, CombineNorm};
 pub use decode_attention::DecodeAttention;
 pub use dispatch::{Dispatch, Routing};
 pub use error::{KernelError, Result};
+pub use gather_rows::GatherRows;
 pub use kv_cache::{KvCache, PageTable};
 pub use library::{AVAILABLE, Kernels};
 pub use pack_weights::{Format, PackMxfp4, PackedWeights, pack_bf16};
@@ -36,4 +40,5 @@ pub use rope_kv::RopeKv;
 pub use router::{ExpertWeights, Router};
 pub use sample::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
 pub use skinny_gemm::{Grouped, Output, SkinnyGemm};
+pub use tile_gemm::TileGemm;
 pub use workspace::Workspace;

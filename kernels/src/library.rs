@@ -3,7 +3,7 @@
 use device::{Device, Kernel, Module};
 
 use crate::error::{KernelError, Result};
-use crate::{decode_attention, router, sample, skinny_gemm};
+use crate::{decode_attention, router, sample, skinny_gemm, tile_gemm};
 
 /// Whether this build contains kernels: nvcc was found when it was made.
 pub const AVAILABLE: bool = cfg!(have_kernels);
@@ -21,6 +21,7 @@ pub struct Kernels {
     pub(crate) combine: Kernel,
     pub(crate) decode_attention: Kernel,
     pub(crate) dispatch: Kernel,
+    pub(crate) gather_rows: Kernel,
     pub(crate) pack_bf16: Kernel,
     pub(crate) pack_mxfp4: Kernel,
     pub(crate) rmsnorm: Kernel,
@@ -28,6 +29,7 @@ pub struct Kernels {
     pub(crate) router: router::Variants,
     pub(crate) sample: Kernel,
     pub(crate) skinny_gemm: skinny_gemm::Variants,
+    pub(crate) tile_gemm: tile_gemm::Variants,
 }
 
 impl Kernels {
@@ -43,6 +45,7 @@ impl Kernels {
             decode_attention: module(device, "decode_attention")?
                 .kernel("decode_attention", decode_attention::SHARED_BYTES)?,
             dispatch: module(device, "dispatch")?.kernel("dispatch", 0)?,
+            gather_rows: module(device, "gather_rows")?.kernel("gather_rows", 0)?,
             pack_bf16: pack_weights.kernel("pack_bf16", 0)?,
             pack_mxfp4: pack_weights.kernel("pack_mxfp4", 0)?,
             rmsnorm: module(device, "rmsnorm")?.kernel("rmsnorm", 0)?,
@@ -50,6 +53,7 @@ impl Kernels {
             router: router::Variants::load(&module(device, "router")?)?,
             sample: module(device, "sample")?.kernel("sample", sample::SHARED_BYTES)?,
             skinny_gemm: skinny_gemm::Variants::load(&module(device, "skinny_gemm")?)?,
+            tile_gemm: tile_gemm::Variants::load(&module(device, "tile_gemm")?)?,
         })
     }
 }

@@ -58,6 +58,16 @@ struct Bf16 {
 
     // An activation as `accumulate` wants it.
     __device__ static __forceinline__ uint32_t prepare(uint32_t pair) { return pair; }
+
+    // A fragments of 64 values along k, for sums over all of k; these are to be multiplied by `UNSCALE`.
+    static constexpr float UNSCALE = 1.0f;
+    __device__ static __forceinline__ void scaled_fragments(const uint8_t* bytes, int lane, uint32_t (&a)[4][4]) {
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            const uint4 word = *reinterpret_cast<const uint4*>(bytes + step * 512 + lane * 16);
+            a[step][0] = word.x, a[step][1] = word.y, a[step][2] = word.z, a[step][3] = word.w;
+        }
+    }
 };
 
 // Eight E2M1 values as bf16, 2^126 times too small: out[j] is the pair k = 8j + 2t, 8j + 2t + 1.
@@ -114,6 +124,24 @@ struct Mxfp4 {
     __device__ static __forceinline__ uint32_t prepare(uint32_t pair) {
         constexpr uint32_t TWO_TO_100 = 0x71807180u;
         return ptx::mul_bf16x2(pair, TWO_TO_100);
+    }
+
+    static constexpr float UNSCALE = 1099511627776.0f;  // 2^40
+    __device__ static __forceinline__ void scaled_fragments(const uint8_t* bytes, int lane, uint32_t (&a)[4][4]) {
+        const uint4 words = *reinterpret_cast<const uint4*>(bytes + lane * 16);
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(bytes + 512 + (lane & ~3));
+        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // i = 2 * block + (row g or g+8)
+            // s + 26 becomes the exponent s + 86 of the bf16 pair 2^(s - 41).
+            const uint32_t scale = ((scales >> (8 * i) & 0xff) + 60) * 0x00800080u;
+            uint32_t pairs[4];
+            expand_e2m1(word[i], pairs);
+            const int step = i & ~1, half = i & 1;
+            a[step][half] = ptx::mul_bf16x2(pairs[0], scale), a[step][half + 2] = ptx::mul_bf16x2(pairs[1], scale);
+            a[step + 1][half] = ptx::mul_bf16x2(pairs[2], scale);
+            a[step + 1][half + 2] = ptx::mul_bf16x2(pairs[3], scale);
+        }
     }
 };
 

@@ -104,6 +104,14 @@ __device__ __forceinline__ void bulk_copy_once(void* shared, const void* global,
         : "memory");
 }
 
+// The same for what other blocks will read too.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
 // Box of a tensor map whose first element is (row, col).
 __device__ __forceinline__ void tensor_copy(void* shared, const void* map, int32_t col, int32_t row, uint64_t* barrier) {
     asm volatile(
@@ -155,6 +163,14 @@ __device__ __forceinline__ void mma_bf16_zero(float (&d)[4], const uint32_t (&a)
         "{%10, %10, %10, %10};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+// Transposes an 8x8 matrix of 16-bit elements across the warp: lane (g, t) gives row g, columns 2t, 2t+1, and gets column g's
+// elements of rows 2t, 2t+1.
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
+    uint32_t transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
 }
 
 // --- arithmetic --------------------------------------------------------------------------------------------------------

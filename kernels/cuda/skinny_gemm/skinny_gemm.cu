@@ -17,7 +17,7 @@
 // The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met.
 //
 // Shared memory: stages; partial sums 8 x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
-#include "../packed/packed.cuh"
+#include "../packed/epilogue.cuh"
 
 struct SkinnyArgs {
     const uint8_t* weights;
@@ -50,7 +50,8 @@ constexpr int THREADS = (CONSUMERS + 2) * 32;
 constexpr int GROUP = 4;  // strips
 constexpr int MAX_STAGES = 16;
 
-enum class Epilogue { BF16, F32, SWIGLU };
+using packed::Epilogue;
+using packed::swiglu;
 
 struct Barriers {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES];
@@ -279,27 +280,11 @@ __device__ bool join_parts(const SkinnyArgs& args, const Range& range, int group
     return true;
 }
 
-// gate: not above `limit`; up: within +-limit; alpha and limit as published for gpt-oss.
-__device__ __forceinline__ float swiglu(float gate, float up) {
-    constexpr float ALPHA = 1.702f, LIMIT = 7.0f;
-    gate = fminf(gate, LIMIT);
-    up = fminf(fmaxf(up, -LIMIT), LIMIT);
-    return gate / (1.0f + __expf(-ALPHA * gate)) * (up + 1.0f);
-}
-
-// Rows of the matrix that this lane's sums of a strip belong to. With SwiGLU, strip row g is the gate and g + 8 the up row of unit
-// 8 * strip + g; bias and output are not rearranged.
-template <Epilogue E>
-__device__ __forceinline__ int2 rows_of(int strip) {
-    const int g = threadIdx.x % 32 / 4, first = strip * packed::STRIP_ROWS;
-    return E == Epilogue::SWIGLU ? make_int2(first + 2 * g, first + 2 * g + 1) : make_int2(first + g, first + g + 8);
-}
-
 template <int NT, Epilogue E>
 __device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip, float2 bias, const float4 (&sum)[NT]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
-    const int2 row = rows_of<E>(strip);
+    const int2 row = packed::rows_of<E>(strip);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const float low[2] = {sum[n].x, sum[n].y}, high[2] = {sum[n].z, sum[n].w};
@@ -334,7 +319,7 @@ __device__ void finish(const SkinnyArgs& args, const Range& range, const float4*
         if (args.bias) {  // before the sums are waited for
 #pragma unroll
             for (int s = 0; s < GROUP; ++s) {
-                const int2 row = rows_of<E>(min(unit.group * GROUP + s, args.strips - 1));
+                const int2 row = packed::rows_of<E>(min(unit.group * GROUP + s, args.strips - 1));
                 const __nv_bfloat16* expert = args.bias + static_cast<int64_t>(tile.x) * args.strips * packed::STRIP_ROWS;
                 bias[s] = make_float2(__bfloat162float(expert[row.x]), __bfloat162float(expert[row.y]));
             }

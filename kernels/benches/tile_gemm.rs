@@ -1,0 +1,103 @@
+//! Products with many columns: prefill, and decode of large batches.
+
+use half::bf16;
+use kernels::{Dispatch, GatherRows, Output, PackedWeights, Routing, TileGemm};
+
+use crate::harness::Bench;
+use crate::skinny_gemm::{pack, pack_experts};
+use crate::token_wise::picks;
+
+const HIDDEN: usize = 2880;
+const TOP: usize = 4;
+
+pub(crate) fn dense(bench: &mut Bench) {
+    bench.heading("Dense products with many columns, bf16 weights");
+    for (name, rows, k) in [("qkv", 5120, 2880), ("attention output", 2880, 4096)] {
+        let weights: Vec<PackedWeights> = (0..4).map(|_| pack(bench, rows, k)).collect();
+        for columns in [32, 64, 128, 1024, 8192] {
+            let (x, bias) = (bench.values(columns * k), bench.values(rows));
+            let mut out = bench.zeros::<bf16>(columns * rows);
+            let mut workspace = kernels::Workspace::new(&bench.stream).unwrap();
+            let us = bench.time(8, |i| {
+                TileGemm {
+                    weights: &weights[i % weights.len()],
+                    x: x.view(),
+                    bias: Some(bias.view()),
+                    out: Output::Bf16(out.view_mut()),
+                    routing: None,
+                    workspace: &mut workspace,
+                }
+                .enqueue(&bench.kernels, &bench.stream)
+            });
+            let bytes = weights[0].len_bytes() + columns * (k + rows) * 2;
+            bench.row_flops(name, &format!("{columns} x {k} x {rows}"), us, bytes, 2 * columns * k * rows);
+        }
+    }
+    println!();
+}
+
+pub(crate) fn experts(bench: &mut Bench) {
+    for (model, num_experts) in [("20b", 32), ("120b", 128)] {
+        bench.heading(&format!("Expert products of {model} with many columns, MXFP4 weights"));
+        let gate_up = pack_experts(bench, num_experts, 2 * HIDDEN, true);
+        let down = pack_experts(bench, num_experts, HIDDEN, false);
+        for (tokens, tile_slots) in [(64, 32), (128, 32), (128, 64), (1024, 64), (1024, 128), (8192, 128), (8192, 256)] {
+            grouped(bench, &gate_up, &down, num_experts, tokens, tile_slots);
+        }
+        println!();
+    }
+}
+
+fn grouped(
+    bench: &mut Bench,
+    gate_up: &PackedWeights,
+    down: &PackedWeights,
+    num_experts: usize,
+    tokens: usize,
+    tile_slots: usize,
+) {
+    let slots = tokens * TOP;
+    let mut routing = Routing::new(&bench.stream, tokens, TOP, num_experts, tile_slots).unwrap();
+    let experts = picks(bench, tokens, num_experts, 0);
+    Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
+        .enqueue(&bench.kernels, &bench.stream)
+        .unwrap();
+    let offsets = bench.stream.download(routing.offsets.view()).unwrap();
+    let touched = offsets.windows(2).filter(|pair| pair[1] > pair[0]).count();
+    let x = bench.values(tokens * HIDDEN);
+    let (mut gathered, mut activated) = (bench.values(slots * HIDDEN), bench.values(slots * HIDDEN));
+    let mut y = bench.zeros::<bf16>(slots * HIDDEN);
+    let (bias_up, bias_down) = (bench.values(num_experts * 2 * HIDDEN), bench.values(num_experts * HIDDEN));
+    let mut workspace = kernels::Workspace::new(&bench.stream).unwrap();
+    let shape = format!("{tokens} tokens, tiles of {tile_slots}");
+    let bytes = |weights: &PackedWeights| touched * (weights.len_bytes() / num_experts) + 2 * slots * HIDDEN * 2;
+    let us = bench.time(4, |_| {
+        GatherRows { x: x.view(), routing: &routing, out: gathered.view_mut(), hidden: HIDDEN }
+            .enqueue(&bench.kernels, &bench.stream)
+    });
+    bench.row("gather rows", &shape, us, (tokens + slots) * HIDDEN * 2);
+    let us = bench.time(4, |_| {
+        TileGemm {
+            weights: gate_up,
+            x: gathered.view(),
+            bias: Some(bias_up.view()),
+            out: Output::SwiGlu(activated.view_mut()),
+            routing: Some(&routing),
+            workspace: &mut workspace,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    bench.row_flops("gate, up, swiglu", &shape, us, bytes(gate_up), 4 * slots * HIDDEN * HIDDEN);
+    let us = bench.time(4, |_| {
+        TileGemm {
+            weights: down,
+            x: activated.view(),
+            bias: Some(bias_down.view()),
+            out: Output::Bf16(y.view_mut()),
+            routing: Some(&routing),
+            workspace: &mut workspace,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    bench.row_flops("down", &shape, us, bytes(down), 2 * slots * HIDDEN * HIDDEN);
+}

@@ -1,0 +1,280 @@
+// out[s, r] = epilogue(sum_k x[s, k] * W[expert(s)][r, k] + bias[expert(s)][r]) for many columns s (tokens or slots) a matrix.
+//
+//   weights  packed (packed/packed.cuh), bf16 or MXFP4, one matrix or one an expert: the same memory as skinny_gemm streams
+//   x        [columns, k] bf16 row-major, by tensor map; an expert's rows lie together
+//   out      [columns, rows of W] bf16 or f32; or [columns, rows / 2] bf16 after clamped SwiGLU
+//
+// Bound by the tensor cores from about 100 columns on. A tile is 128 weight rows x NT columns: weights are the A operand, unpacked
+// into registers, activations the B operand, in shared memory. Persistent blocks of 2 consumer warpgroups (64 rows each) and a
+// producer warpgroup (one warp of it works) that keeps `stages` steps of 64 along k in flight, across tiles, so that an epilogue hides the next tile's start.
+// While a warpgroup's wgmmas of one step run, it unpacks the fragments of the next.
+//
+// With few tiles, k is split: partial sums go through global memory, and whoever arrives last adds them up in order.
+// The weights do not depend on the preceding kernel: their copies start before the grid dependency is met.
+//
+// Shared memory: a step takes 128 NT bytes of activations and 8 strips of 2048 (bf16) or 544 (MXFP4) bytes.
+#include "../packed/epilogue.cuh"
+#include "../ptx/wgmma.cuh"
+
+struct alignas(128) TensorMap {
+    uint8_t bytes[128];
+};
+
+struct TileArgs {
+    TensorMap x;
+    const uint8_t* weights;
+    const __nv_bfloat16* bias;  // [experts, rows of W], or null
+    void* out;
+    const int4* tiles;          // {expert, first column, columns, 0}; null: runs of NT of all `columns`
+    const int32_t* num_tiles;
+    float4* partials;           // [work items, NT / 8, 256]; only with splits
+    uint32_t* counters;         // [tiles of columns x blocks of rows], zero between launches
+    uint64_t expert_bytes;
+    int32_t columns;
+    int32_t strips;             // of a matrix
+    int32_t row_blocks;         // of 8 strips; the last may have fewer
+    int32_t steps;              // of 64 along k
+    int32_t splits;             // of k
+    int32_t stages;
+};
+static_assert(sizeof(TileArgs) == 256);
+
+namespace {
+
+constexpr int STRIPS = 8, CONSUMERS = 256, THREADS = CONSUMERS + 128, MAX_STAGES = 12;
+// Registers of a thread: all start with 168; the producer's warpgroup gives to the consumers, who hold the sums.
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+
+struct Barriers {
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+};
+
+struct Work {
+    int4 tile;  // {expert, first column, columns, 0}
+    int row_block, split, tile_index, first_step, last_step;
+};
+
+template <int NT>
+__device__ int num_work(const TileArgs& args) {
+    const int tiles = args.tiles ? *args.num_tiles : (args.columns + NT - 1) / NT;
+    return tiles * args.row_blocks * args.splits;
+}
+
+// Splits of one tile are neighbours, then blocks of rows: what runs at the same time shares activations, and an expert's weights
+// are still in the L2 cache for its next tile.
+template <int NT>
+__device__ Work work_at(const TileArgs& args, int index) {
+    Work work;
+    work.split = index % args.splits, index /= args.splits;
+    work.row_block = index % args.row_blocks, work.tile_index = index / args.row_blocks;
+    const int first = work.tile_index * NT;
+    work.tile = args.tiles ? args.tiles[work.tile_index] : make_int4(0, first, min(NT, args.columns - first), 0);
+    work.first_step = args.steps * work.split / args.splits;
+    work.last_step = args.steps * (work.split + 1) / args.splits;
+    return work;
+}
+
+template <class Format>
+constexpr int STEP_BYTES = Format::TILE_BYTES * (64 / Format::TILE_K);  // of a strip
+
+// By one warp: lane 0 copies activations, lanes 0..7 a strip each.
+template <class Format, int NT>
+__device__ void produce(const TileArgs& args, uint8_t* x, uint8_t* weights, Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    if (args.tiles) ptx::grid_dependency_wait();
+    const int items = num_work<NT>(args);
+    bool waited = args.tiles != nullptr;
+    int stage = 0;
+    uint32_t phase = 0;
+    for (int index = blockIdx.x; index < items; index += gridDim.x) {
+        const Work work = work_at<NT>(args, index);
+        const int strip = work.row_block * STRIPS + lane, strips = min(STRIPS, args.strips - work.row_block * STRIPS);
+        const uint8_t* source = args.weights + work.tile.x * args.expert_bytes +
+                                static_cast<uint64_t>(strip) * args.steps * STEP_BYTES<Format>;
+        for (int step = work.first_step; step < work.last_step; ++step) {
+            if (lane == 0) {
+                ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
+                ptx::mbarrier_arrive_expect(&barriers.full[stage], NT * 128 + strips * STEP_BYTES<Format>);
+            }
+            __syncwarp();
+            if (lane < strips) {
+                ptx::bulk_copy(weights + (stage * STRIPS + lane) * STEP_BYTES<Format>,
+                               source + static_cast<uint64_t>(step) * STEP_BYTES<Format>, STEP_BYTES<Format>,
+                               &barriers.full[stage]);
+            }
+            if (!waited) ptx::grid_dependency_wait(), waited = true;
+            if (lane == 0) {
+                ptx::tensor_copy(x + stage * NT * 128, &args.x, step * 64, work.tile.y, &barriers.full[stage]);
+            }
+            if (++stage == args.stages) stage = 0, phase ^= 1;
+        }
+    }
+}
+
+template <int NT>
+__device__ bool join_splits(const TileArgs& args, const Work& work, int index, float (&acc)[NT / 2]) {
+    __shared__ uint32_t arrived;
+    const int first = index - work.split;
+    const auto part = [&](int item, int j) {
+        return args.partials + (static_cast<int64_t>(item) * (NT / 8) + j) * CONSUMERS + threadIdx.x;
+    };
+#pragma unroll
+    for (int j = 0; j < NT / 8; ++j) {
+        __stcg(part(index, j), make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+    }
+    __threadfence();
+    ptx::named_barrier(1, CONSUMERS);
+    uint32_t* counter = args.counters + work.tile_index * args.row_blocks + work.row_block;
+    if (threadIdx.x == 0) arrived = atomicAdd(counter, 1u);
+    ptx::named_barrier(1, CONSUMERS);
+    const bool is_last = arrived == static_cast<uint32_t>(args.splits - 1);
+    ptx::named_barrier(1, CONSUMERS);  // `arrived` may be written again
+    if (!is_last) return false;
+    __threadfence();
+    if (threadIdx.x == 0) *counter = 0;
+#pragma unroll
+    for (int i = 0; i < NT / 2; ++i) acc[i] = 0.0f;
+    for (int item = first; item < first + args.splits; ++item) {
+#pragma unroll
+        for (int j = 0; j < NT / 8; ++j) {
+            const float4 values = __ldcg(part(item, j));
+            acc[4 * j] += values.x, acc[4 * j + 1] += values.y, acc[4 * j + 2] += values.z, acc[4 * j + 3] += values.w;
+        }
+    }
+    return true;
+}
+
+// This warp's 16 rows of the tile: bias, activation, and out by way of a transposition, after which a lane holds neighbouring rows.
+template <class Format, int NT, packed::Epilogue E>
+__device__ void write_tile(const TileArgs& args, const Work& work, const float (&acc)[NT / 2]) {
+    using packed::Epilogue;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int strip = work.row_block * STRIPS + threadIdx.x / 32;
+    if (strip >= args.strips) return;
+    const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
+    const int2 row = packed::rows_of<E>(strip);
+    float bias0 = 0.0f, bias1 = 0.0f;
+    if (args.bias) {
+        bias0 = __bfloat162float(args.bias[work.tile.x * rows + row.x]);
+        bias1 = __bfloat162float(args.bias[work.tile.x * rows + row.y]);
+    }
+#pragma unroll
+    for (int j = 0; j < NT / 8; ++j) {
+        const float low0 = fmaf(acc[4 * j], Format::UNSCALE, bias0), low1 = fmaf(acc[4 * j + 1], Format::UNSCALE, bias0);
+        const float high0 = fmaf(acc[4 * j + 2], Format::UNSCALE, bias1);
+        const float high1 = fmaf(acc[4 * j + 3], Format::UNSCALE, bias1);
+        if constexpr (E == Epilogue::F32) {
+            float* out = static_cast<float*>(args.out) + (work.tile.y + 8 * j + 2 * t) * rows;
+            if (8 * j + 2 * t < work.tile.z) out[row.x] = low0, out[row.y] = high0;
+            if (8 * j + 2 * t + 1 < work.tile.z) out[rows + row.x] = low1, out[rows + row.y] = high1;
+        } else if constexpr (E == Epilogue::SWIGLU) {
+            const uint32_t pair = ptx::transpose8x8(
+                ptx::pack_bf16(packed::swiglu(low0, high0), packed::swiglu(low1, high1)));
+            auto* out = static_cast<__nv_bfloat16*>(args.out) + (work.tile.y + 8 * j + g) * (rows / 2) + strip * 8 + 2 * t;
+            if (8 * j + g < work.tile.z) *reinterpret_cast<uint32_t*>(out) = pair;
+        } else {
+            const uint32_t low = ptx::transpose8x8(ptx::pack_bf16(low0, low1));
+            const uint32_t high = ptx::transpose8x8(ptx::pack_bf16(high0, high1));
+            auto* out = static_cast<__nv_bfloat16*>(args.out) + (work.tile.y + 8 * j + g) * rows +
+                        strip * packed::STRIP_ROWS + 2 * t;
+            if (8 * j + g < work.tile.z) {
+                *reinterpret_cast<uint32_t*>(out) = low;
+                *reinterpret_cast<uint32_t*>(out + 8) = high;
+            }
+        }
+    }
+}
+
+// Where the consumers are in the ring.
+struct Position {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ void next(int stages) {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    }
+};
+
+template <class Format, int NT, packed::Epilogue E>
+__device__ void consume(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int items = num_work<NT>(args);
+    Position at;
+    const auto unpack = [&](const Position& position, uint32_t(&a)[4][4]) {
+        ptx::mbarrier_wait(&barriers.full[position.stage], position.phase);
+        Format::scaled_fragments(weights + (position.stage * STRIPS + warp) * STEP_BYTES<Format>, lane, a);
+    };
+    for (int index = blockIdx.x; index < items; index += gridDim.x) {
+        const Work work = work_at<NT>(args, index);
+        float acc[NT / 2];
+#pragma unroll
+        for (int i = 0; i < NT / 2; ++i) acc[i] = 0.0f;
+        uint32_t a[2][4][4];
+        unpack(at, a[0]);
+        // One step: products of the fragments in `now`, while those of the next step are unpacked into `next`.
+        const auto advance = [&](const uint32_t(&now)[4][4], uint32_t(&next)[4][4], bool more) {
+            const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(x) + at.stage * NT * 128);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step) ptx::wgmma<NT>(acc, now[step], b + 2 * step);
+            ptx::wgmma_commit();
+            Position following = at;
+            following.next(args.stages);
+            if (more) unpack(following, next);
+            ptx::wgmma_wait_all();
+            if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[at.stage]);
+            at = following;
+        };
+        int left = work.last_step - work.first_step;
+        for (; left > 1; left -= 2) {
+            advance(a[0], a[1], true);
+            advance(a[1], a[0], left > 2);
+        }
+        if (left == 1) advance(a[0], a[1], false);
+#pragma unroll
+        for (int i = 0; i < NT / 2; ++i) ptx::pin(acc[i]);
+        if (args.splits == 1 || join_splits<NT>(args, work, index, acc)) write_tile<Format, NT, E>(args, work, acc);
+    }
+}
+
+template <class Format, int NT, packed::Epilogue E>
+__device__ void tile_gemm(const TileArgs& args) {
+    extern __shared__ uint8_t shared[];
+    __shared__ Barriers barriers;
+    uint8_t* x = shared + (-ptx::shared_address(shared) & 1023);
+    uint8_t* weights = x + args.stages * NT * 128;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < args.stages; ++i) {
+            ptx::mbarrier_init(&barriers.full[i], 1);
+            ptx::mbarrier_init(&barriers.empty[i], CONSUMERS / 32);
+        }
+        ptx::fence_barrier_init();
+        ptx::prefetch_tensor_map(&args.x);
+    }
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+        ptx::give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x < CONSUMERS + 32) produce<Format, NT>(args, x, weights, barriers);
+    } else {
+        ptx::take_registers<CONSUMER_REGISTERS>();
+        ptx::grid_dependency_wait();
+        ptx::launch_dependents();
+        consume<Format, NT, E>(args, x, weights, barriers);
+    }
+}
+
+}  // namespace
+
+#define TILE_GEMM(name, format, nt, epilogue)                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ TileArgs args) {      \
+        tile_gemm<packed::format, nt, packed::Epilogue::epilogue>(args);                                       \
+    }
+#define TILE_GEMM_WIDTHS(name, format, epilogue)  \
+    TILE_GEMM(name##_n32, format, 32, epilogue)   \
+    TILE_GEMM(name##_n64, format, 64, epilogue)   \
+    TILE_GEMM(name##_n128, format, 128, epilogue) \
+    TILE_GEMM(name##_n256, format, 256, epilogue)
+TILE_GEMM_WIDTHS(tile_bf16, Bf16, BF16)
+TILE_GEMM_WIDTHS(tile_bf16_f32, Bf16, F32)
+TILE_GEMM_WIDTHS(tile_bf16_swiglu, Bf16, SWIGLU)
+TILE_GEMM_WIDTHS(tile_mxfp4, Mxfp4, BF16)
+TILE_GEMM_WIDTHS(tile_mxfp4_swiglu, Mxfp4, SWIGLU)

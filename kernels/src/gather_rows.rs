@@ -1,0 +1,63 @@
+//! Brings the rows of each expert's tokens together.
+
+use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use half::bf16;
+
+use crate::error::{Checker, Result, int};
+use crate::{Kernels, Routing};
+
+/// `out[s] = x[token of slot s]` for the slots of a [`Routing`]: the input of a grouped [`TileGemm`](crate::TileGemm).
+#[derive(Debug)]
+pub struct GatherRows<'a> {
+    /// `[tokens, hidden]`
+    pub x: View<'a, bf16>,
+    /// Filled by [`Dispatch`](crate::Dispatch).
+    pub routing: &'a Routing,
+    /// `[tokens * top, hidden]`; rows beyond the last slot stay as they are.
+    pub out: ViewMut<'a, bf16>,
+    /// Values of a row.
+    pub hidden: usize,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Args {
+    x: DevicePtr<bf16>,
+    row: DevicePtr<i32>,
+    num_rows: DevicePtr<i32>,
+    out: DevicePtrMut<bf16>,
+    row_words: i32,
+    padding: i32,
+}
+
+const _: () = assert!(size_of::<Args>() == 40);
+// SAFETY: the layout of `GatherRowsArgs` in gather_rows.cu, which asserts the same size.
+unsafe impl KernelArgs for Args {}
+
+impl GatherRows<'_> {
+    /// Returns once enqueued.
+    ///
+    /// # Errors
+    /// `Size` if the operands disagree, `Dimension` unless hidden is a multiple of 8, `Device` if the launch fails.
+    pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
+        let check = Checker("gather_rows");
+        let hidden = self.hidden;
+        check.dimension("hidden", hidden, "a multiple of 8", hidden > 0 && hidden.is_multiple_of(8))?;
+        let tokens = self.x.len() / hidden;
+        check.size("x", tokens * hidden, self.x.len())?;
+        let slots = tokens * self.routing.top;
+        check.room("routing", slots, self.routing.gather.len())?;
+        check.size("out", slots * hidden, self.out.len())?;
+        let args = Args {
+            x: stream.input(&self.x),
+            row: stream.input(&self.routing.gather.view()),
+            num_rows: stream.input(&self.routing.offsets.slice(self.routing.num_experts..)),
+            out: stream.output(&mut self.out),
+            row_words: int(hidden / 8),
+            padding: 0,
+        };
+        let blocks = (slots.div_ceil(8) as u32).clamp(1, kernels.multiprocessors * 8);
+        // SAFETY: the last offset is the number of slots, at most `slots`; gather holds tokens of `x`.
+        Ok(unsafe { kernels.gather_rows.launch(stream, LaunchConfig::linear(blocks, 256), &args) }?)
+    }
+}

@@ -17,7 +17,11 @@ use crate::flight::{Action, Event, Flight, Outcome, Pair};
 use crate::metrics::RouterMetrics;
 
 /// What one event may make a flight say to its client at most: tokens, an end or an error, and the greeting.
-pub(crate) const EVENT_MESSAGES_MAX: usize = 3;
+const EVENT_MESSAGES_MAX: usize = 3;
+
+/// Room in the client's channel without which nothing is taken from a worker. What is left after one more event is for a flight's last
+/// words: its deadline, or the loss of a worker, may end it while the client does not read.
+pub(crate) const ROOM: usize = 2 * EVENT_MESSAGES_MAX;
 
 /// What the client's stream is fed with.
 pub(crate) type ClientSender = mpsc::Sender<Result<GenerateEvent, RequestError>>;
@@ -142,14 +146,14 @@ impl Drive {
                     return;
                 }
             }
-            has_room = has_room && self.client.capacity() >= EVENT_MESSAGES_MAX;
+            has_room = has_room && self.client.capacity() >= ROOM;
             let deadline = if has_room { flight.deadline() } else { flight.request_deadline() };
             let attempt = holdings.attempt;
             let Holdings { waiting, prefill, decode, .. } = &mut holdings;
             let event = tokio::select! {
                 biased;
                 () = self.client.closed() => Event::ClientGone,
-                room = self.client.reserve_many(EVENT_MESSAGES_MAX), if !has_room => {
+                room = self.client.reserve_many(ROOM), if !has_room => {
                     if room.is_err() { continue }
                     has_room = true;
                     Event::ClientCaughtUp
@@ -244,7 +248,7 @@ impl Drive {
     /// There is room, or the client is gone and will be noticed in the next turn.
     fn send(&self, message: Result<GenerateEvent, RequestError>) {
         let is_lost = matches!(self.client.try_send(message), Err(mpsc::error::TrySendError::Full(_)));
-        assert!(!is_lost, "an event is only taken in when there is room for what it makes a flight say");
+        assert!(!is_lost, "there is always room for what one more event makes a flight say");
     }
 
     fn finish(&self, flight: &Flight, outcome: Outcome) {

@@ -15,7 +15,7 @@ use wire::convert::{RequestDefaults, generate_request};
 use wire::pb;
 
 use crate::desk::Desk;
-use crate::drive::{Drive, EVENT_MESSAGES_MAX, now};
+use crate::drive::{Drive, ROOM, now};
 use crate::error::RequestError;
 use crate::fleet::{Need, Served};
 use crate::flight::{Flight, FlightLimits};
@@ -23,7 +23,7 @@ use crate::metrics::RouterMetrics;
 
 /// Messages that wait for a slow client before its workers are slowed down.
 const CLIENT_MESSAGES_MAX: usize = 32;
-const _: () = assert!(CLIENT_MESSAGES_MAX >= 2 * EVENT_MESSAGES_MAX);
+const _: () = assert!(CLIENT_MESSAGES_MAX >= 2 * ROOM);
 
 /// The router's public service.
 pub(crate) struct InferenceService {

@@ -26,7 +26,6 @@ pub struct Admin {
 
 impl Admin {
     /// `GET /health/live`, `/health/ready` (200, or 503 with the reason) and `/metrics` (OpenMetrics text).
-    #[must_use]
     pub fn app(self) -> Router {
         Router::new()
             .route("/health/live", get(async |State(admin): State<Self>| health(&admin.live)))

@@ -66,7 +66,6 @@ impl Tasks {
         F: Future<Output: Send> + Send + 'static,
     {
         let stop = self.inner.shutdown.stop().clone();
-        #[expect(clippy::disallowed_methods, reason = "this is the tracker that the lint asks for")]
         self.inner.work.spawn(async move { guarded(name, &stop, future).await.ok().flatten() })
     }
 

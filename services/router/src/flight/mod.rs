@@ -171,7 +171,7 @@ impl Flight {
             Event::Prefill { attempt, event } if is_current(attempt) => self.on_prefill(now, event, out),
             Event::LegClosed { attempt, role } if is_current(attempt) => {
                 let reason = "stream ended before its last message".to_owned();
-                self.on_leg_lost(now, role, AttemptFailure::Protocol { role, reason }, out);
+                self.on_leg_lost(now, role, AttemptFailure::WorkerLost { role, reason }, out);
             }
             Event::WorkerGone { attempt, role } if is_current(attempt) => {
                 let reason = "no heartbeat".to_owned();

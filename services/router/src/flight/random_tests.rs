@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use types::TokenId;
 
-use super::tests::{limits, pair, request, sampled, ticket};
+use super::tests::{STOP, limits, pair, request, sampled, ticket};
 use super::*;
 
 const MAX_TOKENS: u32 = 12;
@@ -126,6 +126,9 @@ impl Witness {
             Action::Emit(GenerateEvent::Tokens(run)) => {
                 assert_eq!(run.first_index as usize, self.received.len(), "gap or repetition");
                 assert!(!run.tokens.is_empty());
+                for (index, token) in (run.first_index..).zip(&run.tokens) {
+                    assert!([index, STOP].contains(&token.token), "token {} at index {index}", token.token);
+                }
                 self.received.extend(run.tokens.iter().map(|token| token.token));
             }
             Action::Emit(GenerateEvent::Finished(finished)) => {
@@ -148,7 +151,7 @@ fn index(next: u32, offset: i8) -> u32 {
 }
 
 fn token(index: u32, stops: bool) -> SampledToken {
-    sampled(if stops { super::tests::STOP } else { index })
+    sampled(if stops { STOP } else { index })
 }
 
 fn run(first_index: u32, count: u8, stops: bool) -> TokenRun {

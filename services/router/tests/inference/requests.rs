@@ -137,14 +137,32 @@ async fn a_client_that_leaves_frees_both_workers() {
     assert!(stand.metrics().await.contains("damask_router_requests_total{outcome=\"cancelled\"} 2"));
 }
 
+/// An answer too large for the buffers of the connections on its way: about 200 bytes a token.
+fn large_request() -> pb::GenerateRequest {
+    let sampling = pb::Sampling { logprobs: Some(20), ..Default::default() };
+    pb::GenerateRequest { sampling: Some(sampling), ..request(&[1], 2_000) }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_slow_client_slows_its_worker_and_loses_nothing() {
     let mut stand = Stand::start(1, 1, |config| config.deadlines.inter_token_ms = 200).await;
-    let mut answer = stand.generate(request(&[1], 500)).await.unwrap();
+    let mut answer = stand.generate(large_request()).await.unwrap();
     answer.until_tokens(2).await;
     tokio::time::sleep(Duration::from_millis(800)).await;
+    assert_eq!(stand.decodes[0].open(), 1, "decode must not have got rid of all tokens");
     let (tokens, finished) = answer.whole().await;
-    assert_eq!((tokens.len(), finished.usage.resumptions), (500, 0));
+    assert_eq!((tokens.len(), finished.usage.resumptions), (2_000, 0));
+    stand.assert_all_released().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_does_not_read_is_ended_by_its_deadline() {
+    let mut stand = Stand::start(1, 1, |config| config.limits.request_timeout_ms = 500).await;
+    let mut answer = stand.generate(large_request()).await.unwrap();
+    answer.until_tokens(2).await;
+    stand.assert_all_released().await;
+    let status = answer.error().await;
+    assert!(status.message().contains("deadline of 500 ms passed in stage inter_token"), "{status:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

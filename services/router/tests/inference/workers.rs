@@ -16,7 +16,7 @@ use types::*;
 use wire::pb;
 
 pub(crate) const VOCAB: u32 = 1_000;
-pub(crate) const MAX_CONTEXT: u32 = 512;
+pub(crate) const MAX_CONTEXT: u32 = 2_048;
 pub(crate) const EOS: TokenId = 2;
 
 /// The scripted model. Never a stop token by itself.
@@ -155,8 +155,10 @@ async fn pause(ms: &AtomicU32) {
     tokio::time::sleep(Duration::from_millis(ms.load(Ordering::SeqCst).into())).await;
 }
 
-fn sampled(token: TokenId) -> SampledToken {
-    SampledToken { token, logprob: None, top: vec![] }
+fn sampled(request: &GenerateRequest, index: u32) -> SampledToken {
+    let token = model_token(&request.prompt, index);
+    let top = (0..request.sampling.logprobs.unwrap_or(0)).map(|n| TokenLogprob { token: n, logprob: -1.0 }).collect();
+    SampledToken { token, logprob: request.sampling.logprobs.map(|_| -1.0), top }
 }
 
 fn finished(request: &GenerateRequest, num_tokens: u32, stops: bool) -> Finished {
@@ -260,7 +262,7 @@ impl pb::prefill_server::Prefill for Service {
             let token = model_token(&request.prompt, index);
             let first = PrefillEvent::FirstToken {
                 index,
-                token: sampled(token),
+                token: sampled(&request, index),
                 cached_tokens: 1,
                 queue_us: 5,
                 compute_us: 50,
@@ -309,7 +311,8 @@ impl pb::decode_server::Decode for Service {
                 pause(&service.script.token_interval_ms).await;
                 service.thaw().await;
                 let token = model_token(&request.prompt, index);
-                send(DecodeEvent::Tokens(TokenRun { first_index: index, tokens: vec![sampled(token)] })).await?;
+                send(DecodeEvent::Tokens(TokenRun { first_index: index, tokens: vec![sampled(&request, index)] }))
+                    .await?;
                 if request.stop_token_ids.contains(&token) {
                     return send(DecodeEvent::Finished(finished(&request, index + 1, true))).await;
                 }

@@ -1,6 +1,6 @@
-//! What the gateway adds to a request: HTTP, parsing, rendering, gRPC to a router that answers at once, and back, on loopback.
-//! The router is in this process and costs time too, so the figures are upper bounds. `render` is the share of rendering
-//! and tokenizing alone. Gate: whole minus render below 1 ms at the median.
+//! What the gateway adds to a request: HTTP, parsing, rendering, gRPC to a router that answers at once, and back, on
+//! loopback. The router is in this process and costs time too, so the figures are upper bounds. `render` is the share
+//! of rendering and tokenizing alone. Gate: whole minus render below 1 ms at the median.
 
 #![allow(clippy::unwrap_used, reason = "a bench that panics has failed")]
 

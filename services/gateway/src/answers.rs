@@ -1,5 +1,5 @@
-//! The rim between the router's streams and the pure layers: each stream of sampled tokens becomes a stream of pieces, and the answers to
-//! one request are merged into one stream. Dropping it cancels them all.
+//! The rim between the router's streams and the pure layers: each stream of sampled tokens becomes a stream of pieces,
+//! and the answers to one request are merged into one stream. Dropping it cancels them all.
 
 use std::time::Instant;
 
@@ -92,7 +92,8 @@ impl Answers {
         self.cost
     }
 
-    /// The next event; `None` once all answers are complete. After an error nothing of worth follows. Cancellation safe.
+    /// The next event; `None` once all answers are complete. After an error nothing of worth follows. Cancellation
+    /// safe.
     pub async fn next(&mut self) -> Option<Result<AnswerEvent, ApiError>> {
         let event = self.events.next().await?;
         Some(event.map(|(event, cached_tokens)| {
@@ -114,8 +115,8 @@ impl Drop for Answers {
         let total_ms = self.slot.since.elapsed().as_millis() as u64;
         let Cost { prompt_tokens, cached_tokens, output_tokens, reasoning_tokens } = self.cost;
         tracing::info!(
-            request_id = %self.id, complete = self.num_ended == self.num_answers, prompt_tokens, cached_tokens, output_tokens,
-            reasoning_tokens, total_ms, "answer ended"
+            request_id = %self.id, complete = self.num_ended == self.num_answers, prompt_tokens, cached_tokens,
+            output_tokens, reasoning_tokens, total_ms, "answer ended"
         );
     }
 }

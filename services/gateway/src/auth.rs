@@ -1,4 +1,5 @@
-//! API keys. Keys are long random strings, so a plain digest of one is as good as the key for comparing and worthless to a reader.
+//! API keys. Keys are long random strings, so a plain digest of one is as good as the key for comparing and worthless
+//! to a reader.
 
 use std::fmt;
 
@@ -68,8 +69,8 @@ impl Keys {
         Self(keys)
     }
 
-    /// The owner of the key in an `Authorization` header; `None` if no keys are configured. Takes the same time whichever key it is and however
-    /// much of it is right.
+    /// The owner of the key in an `Authorization` header; `None` if no keys are configured. Takes the same time
+    /// whichever key it is and however much of it is right.
     ///
     /// # Errors
     /// 401.

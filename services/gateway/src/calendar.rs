@@ -2,8 +2,8 @@
 
 /// The day, in UTC, of a time in seconds since the epoch: `YYYY-MM-DD`.
 ///
-/// Years are counted from March, so that the leap day is the last one and every month's start is a linear function of its number
-/// (Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms", `civil_from_days`).
+/// Years are counted from March, so that the leap day is the last one and every month's start is a linear function of
+/// its number (Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms", `civil_from_days`).
 #[must_use]
 pub fn utc_date(unix_secs: u64) -> String {
     const DAYS_PER_ERA: u64 = 146_097;

@@ -41,8 +41,9 @@ pub struct Config {
     pub cors_origins: Vec<String>,
 }
 
-/// Where the model's name and vocabulary come from. Written as one word: `embedded-nano`, `gpt-oss-20b` or `gpt-oss-120b` (the released
-/// models by name, with the built-in vocabulary, for workers without a checkpoint), or else the path of a checkpoint directory.
+/// Where the model's name and vocabulary come from. Written as one word: `embedded-nano`, `gpt-oss-20b` or
+/// `gpt-oss-120b` (the released models by name, with the built-in vocabulary, for workers without a checkpoint), or
+/// else the path of a checkpoint directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
     /// gpt-oss-nano, inside the binary.
@@ -91,7 +92,8 @@ impl<'de> Deserialize<'de> for ModelSource {
     }
 }
 
-/// What prompts say where a request does not; absent fields leave it to the format. The date is always the current one, in UTC.
+/// What prompts say where a request does not; absent fields leave it to the format. The date is always the current one,
+/// in UTC.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PromptConfig {

@@ -1,12 +1,12 @@
 //! The only service that knows text: OpenAI-compatible HTTP and gRPC Chat.
 //!
-//! Knows: OpenAI's APIs, conversations (by way of `format`), and one router. Must not know: where tokens are computed, workers,
-//! KV caches. Stateless: every request carries its whole conversation.
+//! Knows: OpenAI's APIs, conversations (by way of `format`), and one router. Must not know: where tokens are computed,
+//! workers, KV caches. Stateless: every request carries its whole conversation.
 //!
-//! One request, in the order of the files: [`chat::lower`] (or that of [`completions`], [`responses`]) reads the body into a
-//! [`plan::ChatPlan`]; `service` renders it and starts one generation an answer through `router_link`; [`turn::Turn`] reads the
-//! tokens of one answer into pieces, [`stop`] strings found; `answers` merges the answers; the writers of each API turn pieces into
-//! chunks, events or one whole body; `http` and `grpc` are the rim.
+//! One request, in the order of the files: [`chat::lower`] (or that of [`completions`], [`responses`]) reads the body
+//! into a [`plan::ChatPlan`]; `service` renders it and starts one generation an answer through `router_link`;
+//! [`turn::Turn`] reads the tokens of one answer into pieces, [`stop`] strings found; `answers` merges the answers; the
+//! writers of each API turn pieces into chunks, events or one whole body; `http` and `grpc` are the rim.
 //!
 //! Start with [`run`].
 

@@ -28,7 +28,8 @@ struct NamedLogprob {
 }
 
 impl TokenLogprobs {
-    /// Spells out a token that carries log-probabilities. JSON has no minus infinity: -9999 stands for it, as in OpenAI's API.
+    /// Spells out a token that carries log-probabilities. JSON has no minus infinity: -9999 stands for it, as in
+    /// OpenAI's API.
     pub fn new(token: &SampledToken, vocabulary: &Vocabulary) -> Self {
         let named = |token: TokenId, logprob: f32| {
             let bytes = vocabulary.token_bytes(token).unwrap_or_default().to_vec();

@@ -78,8 +78,8 @@ pub(crate) struct SamplingFields {
 }
 
 impl SamplingFields {
-    /// Fills in defaults: temperature and top_p 1, all else neutral, and `drawn_seed` where the request has none. Ranges that the
-    /// engine knows are checked with the whole request (`types::GenerateRequest::validate`).
+    /// Fills in defaults: temperature and top_p 1, all else neutral, and `drawn_seed` where the request has none.
+    /// Ranges that the engine knows are checked with the whole request (`types::GenerateRequest::validate`).
     pub(crate) fn resolve(self, drawn_seed: u64) -> Result<Sampling, ApiError> {
         let neutral = Sampling::default();
         let temperature = self.temperature.unwrap_or(neutral.temperature);

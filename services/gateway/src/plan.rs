@@ -42,12 +42,13 @@ pub struct LoweringContext {
     pub choices_max: u32,
 }
 
-/// Refuses what only a constraint on sampling could guarantee. A schema that is not strict is shown to the model and that is all it asks
-/// for; `strict` of a function is taken as such a wish too, since the Responses API sets it where a client says nothing.
+/// Refuses what only a constraint on sampling could guarantee. A schema that is not strict is shown to the model and
+/// that is all it asks for; `strict` of a function is taken as such a wish too, since the Responses API sets it where a
+/// client says nothing.
 ///
 /// # Errors
 /// 400, naming the field.
-pub fn refuse_constraints(conversation: &Conversation) -> Result<(), ApiError> {
+pub fn refuse_constraints(conversation: &Conversation, format_param: &str) -> Result<(), ApiError> {
     let unsupported = |param, what| {
         let message = format!("{what} needs constrained decoding, which this server does not have");
         Err(ApiError::unsupported(param, message))
@@ -58,9 +59,9 @@ pub fn refuse_constraints(conversation: &Conversation) -> Result<(), ApiError> {
         ToolChoice::Auto | ToolChoice::None => {}
     }
     match &conversation.response_format {
-        ResponseFormat::JsonObject => unsupported("response_format", "the format `json_object`"),
+        ResponseFormat::JsonObject => unsupported(format_param, "the format `json_object`"),
         ResponseFormat::JsonSchema(schema) if schema.strict => {
-            unsupported("response_format", "a format `json_schema` with `strict`")
+            unsupported(format_param, "a format `json_schema` with `strict`")
         }
         ResponseFormat::JsonSchema(_) | ResponseFormat::Text => Ok(()),
     }

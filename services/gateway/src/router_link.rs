@@ -82,7 +82,8 @@ impl RouterLink {
         }
     }
 
-    /// Starts a generation; returns once the router has accepted it. Dropping the stream cancels it. `trace` goes along.
+    /// Starts a generation; returns once the router has accepted it. Dropping the stream cancels it. `trace` goes
+    /// along.
     pub(crate) async fn generate(&self, request: GenerateRequest, trace: &MetadataMap) -> Result<Generation, ApiError> {
         let timeout = request.timeout;
         let mut call = tonic::Request::new(wire::pb::GenerateRequest::from(request));

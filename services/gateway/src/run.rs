@@ -82,7 +82,8 @@ async fn load(source: ModelSource) -> Result<ServedModel, GatewayError> {
     Ok(loading.map_err(|panic| TaskFailure { task: "model", reason: panic.to_string() })??)
 }
 
-/// The gateway computes nothing that could hang: it lives as long as it answers. It is ready while the router can serve.
+/// The gateway computes nothing that could hang: it lives as long as it answers. It is ready while the router can
+/// serve.
 fn probes(service: &Arc<Service>, shutdown: &Shutdown) -> (Probe, Probe) {
     let (service, shutdown) = (Arc::clone(service), shutdown.clone());
     let ready = move || if shutdown.is_draining() { Err("draining".into()) } else { service.ready() };

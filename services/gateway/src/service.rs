@@ -1,5 +1,5 @@
-//! What the APIs have in common behind their lowerings: admission, the checks that need the vocabulary or the router, and starting
-//! generations.
+//! What the APIs have in common behind their lowerings: admission, the checks that need the vocabulary or the router,
+//! and starting generations.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -26,7 +26,8 @@ use crate::turn::Turn;
 
 /// When a refused client should come again: the gateway's own slots free up at about this pace.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
-/// Bodies above this size are parsed, rendered and tokenized off the async threads: at 20 MB/s, more would stall them for milliseconds.
+/// Bodies above this size are parsed, rendered and tokenized off the async threads: at 20 MB/s, more would stall them
+/// for milliseconds.
 const INLINE_BYTES_MAX: usize = 32 << 10;
 
 /// Generations to start for one request: every prompt is continued `choices_per_prompt` times.
@@ -139,9 +140,9 @@ impl Service {
         ResponseHead { key: ResponseKey::draw(), created: unix_secs(), model: self.model.name().to_owned() }
     }
 
-    /// Writes the prompt of a chat.
-    pub(crate) fn render(&self, conversation: &Conversation) -> Result<Prompt, ApiError> {
-        refuse_constraints(conversation)?;
+    /// Writes the prompt of a chat. `format_param` is the field that asks for a format of the answer, for errors.
+    pub(crate) fn render(&self, conversation: &Conversation, format_param: &str) -> Result<Prompt, ApiError> {
+        refuse_constraints(conversation, format_param)?;
         self.model.format.render(conversation).map_err(|error| ApiError::invalid(error.field(), error.to_string()))
     }
 
@@ -216,8 +217,8 @@ impl Service {
         }
         Err(ApiError::InvalidRequest {
             message: format!(
-                "the prompt has {prompt_tokens} tokens, at most {limit} are allowed (the context holds {max_context_tokens}, \
-                 prompt and answer together)"
+                "the prompt has {prompt_tokens} tokens, at most {limit} are allowed (the context holds \
+                 {max_context_tokens}, prompt and answer together)"
             ),
             param: Some(param.into()),
             code: Some("context_length_exceeded"),

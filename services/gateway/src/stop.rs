@@ -1,9 +1,10 @@
 //! Stop strings: where visible text ends, found while it streams in pieces.
 
-/// Watches a growing text for the first occurrence of any of several strings and gives out only what can no longer be part of one.
+/// Watches a growing text for the first occurrence of any of several strings and gives out only what can no longer be
+/// part of one.
 ///
-/// The text is cut before the occurrence that *starts* first; the stop string itself is never given out. The outcome does not
-/// depend on how the text is cut into pieces.
+/// The text is cut before the occurrence that *starts* first; the stop string itself is never given out. The outcome
+/// does not depend on how the text is cut into pieces.
 #[derive(Debug, Default)]
 pub struct StopMatcher {
     stops: Vec<String>,

@@ -96,7 +96,8 @@ impl Turn {
         flow
     }
 
-    /// The tokens end here: because the engine says so (`Some`), or because of a stop string (`None`). Appends the last pieces.
+    /// The tokens end here: because the engine says so (`Some`), or because of a stop string (`None`). Appends the last
+    /// pieces.
     pub fn finish(mut self, reason: Option<FinishReason>, pieces: &mut Vec<Piece>) -> TurnEnd {
         let mut deltas = std::mem::take(&mut self.deltas);
         let end = self.stream.finish(reason.unwrap_or(FinishReason::Stop), &mut deltas);

@@ -12,7 +12,8 @@ use support::{CONTEXT_TOKENS, Fleet, Step, config, sse};
 use tonic::{Code, Status};
 use types::{FinishReason, ModelFingerprint};
 
-const ANSWER: &str = "<|channel|>analysis<|message|>191 - 42 = 149.<|end|><|start|>assistant<|channel|>final<|message|>It is 149.<|return|>";
+const ANSWER: &str = "<|channel|>analysis<|message|>191 - 42 = 149.<|end|>\
+    <|start|>assistant<|channel|>final<|message|>It is 149.<|return|>";
 
 async fn answering(text: &'static str) -> Fleet {
     Fleet::answering(config(), text, Step::Finish(FinishReason::Stop)).await

@@ -18,7 +18,8 @@ use wire::pb::chat_response::Event;
 use wire::pb::gateway_client::GatewayClient;
 use wire::pb::{self, chat_message::Kind};
 
-const ANSWER: &str = "<|channel|>analysis<|message|>191 - 42 = 149.<|end|><|start|>assistant<|channel|>final<|message|>It is 149.<|return|>";
+const ANSWER: &str = "<|channel|>analysis<|message|>191 - 42 = 149.<|end|>\
+    <|start|>assistant<|channel|>final<|message|>It is 149.<|return|>";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_response_streamed_and_whole_are_the_same() {

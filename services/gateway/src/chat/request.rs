@@ -1,5 +1,5 @@
-//! What a Chat Completions body says beside the conversation itself, which [`format::chat::completions`] reads. Unknown fields are
-//! ignored; `null` means absent.
+//! What a Chat Completions body says beside the conversation itself, which [`format::chat::completions`] reads. Unknown
+//! fields are ignored; `null` means absent.
 
 use std::collections::BTreeMap;
 

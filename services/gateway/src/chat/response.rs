@@ -1,4 +1,5 @@
-//! Pieces of an answer as the bodies of Chat Completions: chunks of a stream, or one whole body folded from the same pieces.
+//! Pieces of an answer as the bodies of Chat Completions: chunks of a stream, or one whole body folded from the same
+//! pieces.
 
 use format::chat::{Answer, ChatFinish, Delta};
 use format::vocabulary::Vocabulary;

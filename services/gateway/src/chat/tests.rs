@@ -24,7 +24,7 @@ fn absent_and_null_fields_have_the_defaults_and_unknown_ones_do_not_matter() {
     for body in [
         json!({}),
         json!({ "model": null, "n": null, "stop": null, "stream": null, "temperature": null, "logprobs": null }),
-        json!({ "user": "u", "metadata": {}, "store": true, "service_tier": "auto", "parallel_tool_calls": false, "zzz": [1] }),
+        json!({ "user": "u", "metadata": {}, "store": true, "parallel_tool_calls": false, "zzz": [1] }),
     ] {
         let request = lowered(body).unwrap();
         assert_eq!(request.plan.sampling, Sampling { seed: 9, ..Sampling::default() });
@@ -174,7 +174,8 @@ fn a_whole_body_is_what_a_client_accumulates() {
         json!({
         "index": 0, "logprobs": null, "finish_reason": "tool_calls",
         "message": {
-            "role": "assistant", "content": "Look:", "refusal": null, "reasoning_content": "Hm.\nSo.", "reasoning": "Hm.\nSo.",
+            "role": "assistant", "content": "Look:", "refusal": null,
+            "reasoning_content": "Hm.\nSo.", "reasoning": "Hm.\nSo.",
             "tool_calls": [{ "id": ResponseKey::new(1).call_id(0, 0), "type": "function",
                 "function": { "name": "f", "arguments": "{\"a\":1}" } }]
         } })

@@ -75,7 +75,8 @@ pub struct CompletionRequest {
     pub include_usage: bool,
 }
 
-/// Reads the body of a request. Text is encoded as text: it never becomes a control token. Token lists may hold any token.
+/// Reads the body of a request. Text is encoded as text: it never becomes a control token. Token lists may hold any
+/// token.
 ///
 /// # Errors
 /// 400, naming the first field that is wrong or that cannot be honoured.

@@ -42,7 +42,7 @@ impl ChatServer {
         let (ChatCall { id, plan, timeout, .. }, prompt) = offload(bytes, move || {
             let call = lower::lower(request, &preparing.lowering_context())?;
             preparing.check_model(call.model.as_deref())?;
-            let prompt = preparing.render(&call.plan.conversation)?;
+            let prompt = preparing.render(&call.plan.conversation, "response_format")?;
             Ok((call, prompt))
         })
         .await?;

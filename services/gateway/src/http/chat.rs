@@ -29,7 +29,7 @@ pub(super) async fn create(
     let (request, prompt) = offload(bytes.len(), move || {
         let request = chat::lower(&body::parse(&bytes)?, &preparing.lowering_context())?;
         preparing.check_model(request.model.as_deref())?;
-        let prompt = preparing.render(&request.plan.conversation)?;
+        let prompt = preparing.render(&request.plan.conversation, "response_format")?;
         Ok((request, prompt))
     })
     .await?;

@@ -30,7 +30,7 @@ pub(super) async fn create(
     let (request, prompt) = offload(bytes.len(), move || {
         let request = responses::lower(&body::parse(&bytes)?, &preparing.lowering_context())?;
         preparing.check_model(request.model.as_deref())?;
-        let prompt = preparing.render(&request.plan.conversation)?;
+        let prompt = preparing.render(&request.plan.conversation, "text.format")?;
         Ok((request, prompt))
     })
     .await?;

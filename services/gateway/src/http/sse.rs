@@ -22,8 +22,8 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Events that may wait for a client that reads slowly; then the answer waits, and so does the generation behind it.
 const BUFFERED_EVENTS: usize = 64;
 
-/// A response that sends `events` as they come. They are dropped, and so cancelled, at once when the client is gone, and when it has
-/// read nothing for the configured time although there was something to read.
+/// A response that sends `events` as they come. They are dropped, and so cancelled, at once when the client is gone,
+/// and when it has read nothing for the configured time although there was something to read.
 pub(super) fn response(
     service: &Service,
     id: RequestId,

@@ -47,7 +47,7 @@ pub(super) async fn tokenize(
             (Some(prompt), None) => service.model.vocabulary().encode(&prompt),
             (None, Some(_)) => {
                 let request = chat::lower(&body, &service.lowering_context())?;
-                service.render(&request.plan.conversation)?.tokens
+                service.render(&request.plan.conversation, "response_format")?.tokens
             }
             _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed")),
         };

@@ -1,9 +1,10 @@
-//! Pieces of an answer as the event sequence of the Responses API. The whole body of a request that does not stream is the response that
-//! the last event carries, so both are the same by construction.
+//! Pieces of an answer as the event sequence of the Responses API. The whole body of a request that does not stream is
+//! the response that the last event carries, so both are the same by construction.
 //!
-//! Order for one turn: `response.created`, `response.in_progress`; for each item `output_item.added`, its parts and deltas, each
-//! with its `.done`, `output_item.done`; then `response.completed`, `.incomplete` or `.failed`. Items are: reasoning, message (a preamble or
-//! the answer), function call. Messages of the model are items of their own: nothing is joined.
+//! Order for one turn: `response.created`, `response.in_progress`; for each item `output_item.added`, its parts and
+//! deltas, each with its `.done`, `output_item.done`; then `response.completed`, `.incomplete` or `.failed`. Items are:
+//! reasoning, message (a preamble or the answer), function call. Messages of the model are items of their own: nothing
+//! is joined.
 
 use format::chat::{ChatFinish, Delta};
 use serde::Serialize;

@@ -112,10 +112,7 @@ impl Messages {
             "function_call_output" => {
                 let call_id = required(at, "call_id", item.call_id)?;
                 self.flush();
-                let known = self.done.iter().any(|message| {
-                    matches!(message, Message::Assistant { tool_calls, .. } if tool_calls.iter().any(|call| call.id == call_id))
-                });
-                if !known {
+                if !self.has_call(&call_id) {
                     let message = format!("{at}.call_id: no earlier function_call has the id {call_id:?}");
                     return Err(ApiError::invalid(format!("{at}.call_id"), message));
                 }
@@ -168,6 +165,13 @@ impl Messages {
             Some(reasoning) => reasoning.push_str(&text),
             None => self.reasoning = (!text.is_empty()).then_some(text),
         }
+    }
+
+    fn has_call(&self, call_id: &str) -> bool {
+        self.done.iter().any(|message| match message {
+            Message::Assistant { tool_calls, .. } => tool_calls.iter().any(|call| call.id == call_id),
+            _ => false,
+        })
     }
 
     fn push(&mut self, message: Message) {

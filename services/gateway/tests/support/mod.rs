@@ -86,7 +86,8 @@ impl pb::inference_server::Inference for FakeRouter {
                     }
                     Step::Finish(reason) => {
                         guard.done = true;
-                        let usage = Usage { prompt_tokens, cached_tokens: 3, output_tokens: first_index, resumptions: 0 };
+                        let output_tokens = first_index;
+                        let usage = Usage { prompt_tokens, cached_tokens: 3, output_tokens, resumptions: 0 };
                         yield Ok(GenerateEvent::Finished(Finished { reason, usage }).into());
                     }
                     Step::Fail(status) => {

@@ -1,6 +1,7 @@
 //! Compares the CPU engine with the published reference's results for gpt-oss-nano.
 //!
 //! `NANO_FIXTURES` names another folder of the same form (default: the copy beside this file); its README says what the files hold.
+#![allow(clippy::unwrap_used, reason = "tests, with parts outside of test functions")]
 
 #[path = "../../shared/engine/tests/driver/mod.rs"]
 mod driver;

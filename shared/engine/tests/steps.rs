@@ -1,7 +1,9 @@
 //! Steps through a whole group: sampling, steps in flight, what listeners see, and plans or layouts that cannot be.
+#![allow(clippy::unwrap_used, reason = "tests, with parts outside of test functions")]
 
 mod driver;
 
+use std::iter::once;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -65,11 +67,19 @@ fn masked_tokens_are_never_sampled_but_their_logits_are_returned() {
     assert!(output.rows[0].logits.iter().all(|logit| logit.is_finite()));
 }
 
+/// A slice as rank `rank` had it when it was published.
+struct Published {
+    rank: u32,
+    slice: KvSlice,
+    page: PageId,
+    bytes: Vec<u8>,
+}
+
 /// Notes each call, and the bytes of one head of each layer at that time.
 #[derive(Default)]
 struct Recorder {
     calls: Mutex<Vec<(u32, u64, Range<u32>)>>,
-    heads: Mutex<Vec<(u32, KvSlice, PageId, Vec<u8>)>>,
+    heads: Mutex<Vec<Published>>,
 }
 
 impl KvListener for Recorder {
@@ -83,7 +93,7 @@ impl KvListener for Recorder {
             let page = plan.pages.iter().find(|delta| delta.group == group).expect("the plan has pages").append[0];
             let mut bytes = vec![0; 2 * layout.head_bytes()];
             kv.export_kv(&slice, page, &mut bytes).expect("the slice is on this rank");
-            self.heads.lock().unwrap().push((rank, slice, page, bytes));
+            self.heads.lock().unwrap().push(Published { rank, slice, page, bytes });
         }
     }
 }
@@ -91,7 +101,7 @@ impl KvListener for Recorder {
 #[test]
 fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
     for (publish_layers, ranges) in
-        [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4]), (Some(4), vec![0..4])]
+        [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4]), (Some(9), once(0..4).collect())]
     {
         let recorder = Arc::new(Recorder::default());
         let options = CpuOptions { publish_layers, ..options(ParallelLayout::tp(2)) };
@@ -111,7 +121,7 @@ fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
             let want: Vec<_> = ranges.iter().map(|range| (0, range.clone())).collect();
             assert_eq!(seen, want, "rank {rank}");
         }
-        for (rank, slice, page, bytes) in recorder.heads.lock().unwrap().iter() {
+        for Published { rank, slice, page, bytes } in recorder.heads.lock().unwrap().iter() {
             assert!(bytes.iter().any(|byte| *byte != 0), "{slice:?} was empty");
             let now =
                 driver.group.export_kv(*rank, vec![(*slice, *page)]).expect("the slice is on this rank").remove(0);

@@ -3,7 +3,7 @@
 # tests, dashboard queries, that every metric which rules and dashboard name is one that the code registers, and docker/node-group.sh. About 10 s.
 # Needs docker-compose or `docker compose`, and promtool (Debian's package prometheus is unpacked, not installed, if there is none).
 set -uo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")" || exit
 
 passed=0 failed=0
 check() {

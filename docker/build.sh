@@ -50,7 +50,7 @@ prepare_nccl() {
 }
 
 build() {
-    docker build --file "$context/$1.Dockerfile" --tag "$2:$tag" --build-arg "BASE_IMAGE=$base" --build-arg "VERSION=$version" \
+    docker build --force-rm --file "$context/$1.Dockerfile" --tag "$2:$tag" --build-arg "BASE_IMAGE=$base" --build-arg "VERSION=$version" \
         --build-arg "REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)" "${@:3}" "$context"
 }
 

@@ -7,6 +7,7 @@
 
 mod decode_attention;
 mod harness;
+mod prefill_attention;
 mod skinny_gemm;
 mod tile_gemm;
 mod token_wise;
@@ -19,13 +20,14 @@ fn main() {
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
     // `cargo bench -p kernels -- skinny` runs the sections whose name contains `skinny`.
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let sections: [(&str, fn(&mut Bench)); 6] = [
+    let sections: [(&str, fn(&mut Bench)); 7] = [
         ("token_wise", token_wise::run),
         ("skinny_dense", skinny_gemm::dense),
         ("skinny_experts", skinny_gemm::experts),
         ("tile_dense", tile_gemm::dense),
         ("tile_experts", tile_gemm::experts),
         ("decode_attention", decode_attention::run),
+        ("prefill_attention", prefill_attention::run),
     ];
     sections.iter().filter(|(name, _)| name.contains(&wanted)).for_each(|(_, run)| run(&mut bench));
 }

@@ -3,7 +3,7 @@
 use device::{Device, Kernel, Module};
 
 use crate::error::{KernelError, Result};
-use crate::{decode_attention, router, sample, skinny_gemm, tile_gemm};
+use crate::{decode_attention, prefill_attention, router, sample, skinny_gemm, tile_gemm};
 
 /// Whether this build contains kernels: nvcc was found when it was made.
 pub const AVAILABLE: bool = cfg!(have_kernels);
@@ -24,6 +24,7 @@ pub struct Kernels {
     pub(crate) gather_rows: Kernel,
     pub(crate) pack_bf16: Kernel,
     pub(crate) pack_mxfp4: Kernel,
+    pub(crate) prefill_attention: Kernel,
     pub(crate) rmsnorm: Kernel,
     pub(crate) rope_kv: Kernel,
     pub(crate) router: router::Variants,
@@ -48,6 +49,8 @@ impl Kernels {
             gather_rows: module(device, "gather_rows")?.kernel("gather_rows", 0)?,
             pack_bf16: pack_weights.kernel("pack_bf16", 0)?,
             pack_mxfp4: pack_weights.kernel("pack_mxfp4", 0)?,
+            prefill_attention: module(device, "prefill_attention")?
+                .kernel("prefill_attention", prefill_attention::SHARED_BYTES)?,
             rmsnorm: module(device, "rmsnorm")?.kernel("rmsnorm", 0)?,
             rope_kv: module(device, "rope_kv")?.kernel("rope_kv", 0)?,
             router: router::Variants::load(&module(device, "router")?)?,

@@ -14,9 +14,14 @@ const TILE_STRIPS: usize = 8;
 const STEP_K: usize = 64;
 const THREADS: u32 = 384;
 const MAX_STAGES: usize = 12;
-const SHARED_BYTES: usize = 226 * 1024;
+const SHARED_BYTES: usize = 224 * 1024;
 /// What aligning the activations may take.
 const ALIGNMENT: usize = 1024;
+
+/// Blocks that share a multiprocessor at a width: `BLOCKS` in tile_gemm.cu.
+const fn resident(width: usize) -> usize {
+    if width <= 64 { 2 } else { 1 }
+}
 
 /// `out[s, r] = sum_k x[s, k] * weights[r, k] + bias[r]` with f32 sums, the bias added to them before any rounding.
 ///
@@ -140,13 +145,7 @@ impl TileGemm<'_> {
         }
         let x = stream.input(&self.x);
         let args = Args {
-            x: TensorMap::matrix(
-                x,
-                [columns, weights.k],
-                weights.k,
-                [width as u32, STEP_K as u32],
-                Swizzle::Bytes128,
-            )?,
+            x: TensorMap::matrix(x, [columns, weights.k], weights.k, [width as u32, STEP_K as u32], Swizzle::Bytes128)?,
             weights: stream.input(&weights.bytes.view()),
             bias: self.bias.map_or(DevicePtr::NULL, |bias| stream.input(&bias)),
             out: match &mut self.out {
@@ -167,7 +166,7 @@ impl TileGemm<'_> {
         };
         let config = LaunchConfig {
             shared_bytes: plan.shared_bytes as u32,
-            ..LaunchConfig::linear(kernels.multiprocessors, THREADS)
+            ..LaunchConfig::linear(plan.blocks as u32, THREADS)
         };
         // SAFETY: `check` proved that weights, x, bias and out cover every matrix, slot and row; tiles come from a dispatch into
         // `routing`, whose buffers bound them; what a box has beyond x is zero.
@@ -186,7 +185,12 @@ impl TileGemm<'_> {
             Output::F32(out) => (out.len(), weights.rows, false),
             Output::SwiGlu(out) => (out.len(), weights.rows / 2, true),
         };
-        check.dimension("interleave", usize::from(weights.interleaved), "1 exactly for swiglu", swiglu == weights.interleaved)?;
+        check.dimension(
+            "interleave",
+            usize::from(weights.interleaved),
+            "1 exactly for swiglu",
+            swiglu == weights.interleaved,
+        )?;
         check.room("out", columns * out_rows, out_len)?;
         if let Some(bias) = &self.bias {
             check.size("bias", weights.matrices * weights.rows, bias.len())?;
@@ -214,6 +218,7 @@ struct Plan {
     /// Tiles of a dense product; of a grouped one only the device knows.
     items: usize,
     splits: usize,
+    blocks: usize,
     stages: usize,
     shared_bytes: usize,
 }
@@ -239,11 +244,13 @@ impl Plan {
         let splits = if routing.is_some() || WIDTHS[width] == 256 {
             1
         } else {
-            (multiprocessors / items).min(steps / 6).max(1)
+            (multiprocessors * resident(WIDTHS[width]) / items).min(steps / 6).max(1)
         };
         let step_bytes = weights.format.tile_bytes() * (STEP_K / weights.format.tile_k());
         let stage = WIDTHS[width] * STEP_K * 2 + TILE_STRIPS * step_bytes;
-        let stages = ((SHARED_BYTES - ALIGNMENT) / stage).min(MAX_STAGES);
-        Self { width, row_blocks, steps, items, splits, stages, shared_bytes: stages * stage + ALIGNMENT }
+        let blocks = multiprocessors * resident(WIDTHS[width]);
+        let stages = ((SHARED_BYTES / resident(WIDTHS[width]) - ALIGNMENT) / stage).min(MAX_STAGES);
+        let shared_bytes = stages * stage + ALIGNMENT;
+        Self { width, row_blocks, steps, items, splits, blocks, stages, shared_bytes }
     }
 }

@@ -8,6 +8,7 @@ mod decode_attention;
 mod dispatch;
 mod gpu;
 mod mxfp4;
+mod prefill_attention;
 mod rmsnorm;
 mod rope_kv;
 mod router;

@@ -30,7 +30,12 @@ fn dot(x: &[f32], w: &[f32]) -> (f32, f32) {
 }
 
 fn assert_close(case: &str, place: (usize, usize), got: f32, want: f32, tolerance: f32) {
-    assert!((got - want).abs() <= tolerance, "{case} [{}, {}]: got {got}, want {want} +- {tolerance}", place.0, place.1);
+    assert!(
+        (got - want).abs() <= tolerance,
+        "{case} [{}, {}]: got {got}, want {want} +- {tolerance}",
+        place.0,
+        place.1
+    );
 }
 
 fn check_dense(case: &str, columns: usize, rows: usize, k: usize) {
@@ -173,7 +178,8 @@ fn check_experts(case: &str, picks: &[i32], num_experts: usize, tile_slots: usiz
     for place in places(&mut random, slots, hidden) {
         let (pair, h) = place;
         let (expert, slot) = (picks[pair] as usize, slot[pair] as usize);
-        let (sum, magnitude) = dot(&activated[slot * units..][..units], &down[(expert * hidden + h) * units..][..units]);
+        let (sum, magnitude) =
+            dot(&activated[slot * units..][..units], &down[(expert * hidden + h) * units..][..units]);
         let want = sum + down_bias[expert * hidden + h];
         let error = sum_error(units) * magnitude + want.abs() * BF16_ROUNDING;
         assert_close(case, place, y[slot * hidden + h], want, error);

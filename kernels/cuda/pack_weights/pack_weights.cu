@@ -6,7 +6,7 @@
 struct PackArgs {
     const uint8_t* values;  // bf16 [matrices, rows, k]; or E2M1 pairs [matrices, rows, k / 2], low nibble first
     const uint8_t* scales;  // E8M0 [matrices, rows, k / 32]; Mxfp4 only
-    uint32_t* out;          // [matrices, rows / 16, tiles, tile words]
+    uint32_t* out;          // in the order of packed.cuh, matrix after matrix
     uint32_t* refused;      // number of scales outside 42..168 on blocks that are not all zero
     uint64_t words;         // of `out`
     int32_t rows;
@@ -73,9 +73,14 @@ __device__ void pack(const PackArgs& args) {
     const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;
     for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < args.words; i += stride) {
         const int within = i % TILE_WORDS;
-        const uint64_t tile_index = i / TILE_WORDS;
-        const int tile = tile_index % args.tiles;
-        const uint64_t strip = tile_index / args.tiles;  // counted through all matrices: each has rows / 16
+        const int strips = args.rows / packed::STRIP_ROWS;
+        const uint64_t tile_index = i / TILE_WORDS, matrix = tile_index / (static_cast<uint64_t>(strips) * args.tiles);
+        const int in_matrix = tile_index % (static_cast<uint64_t>(strips) * args.tiles);
+        const int group = in_matrix / (packed::GROUP * args.tiles);  // only the last may be smaller
+        const int group_strips = min(packed::GROUP, strips - group * packed::GROUP);
+        const int in_group = in_matrix - group * packed::GROUP * args.tiles;
+        const int tile = in_group / group_strips;
+        const uint64_t strip = matrix * strips + group * packed::GROUP + in_group % group_strips;
         if constexpr (Format::TILE_K == packed::Bf16::TILE_K) {
             args.out[i] = bf16_word(args, strip, tile, within);
         } else {

@@ -1,8 +1,9 @@
 // How weight matrices lie in device memory: in the order in which tensor cores take them.
 //
-// A matrix [rows, k] is cut into strips of 16 rows. A strip is contiguous and is a sequence of tiles along k, so any run of
-// tiles is one contiguous copy. Within a tile, lane (g = lane / 4, t = lane % 4) of a warp finds its A fragments of
-// mma.m16n8k16 (and of wgmma m64k16, where each warp owns 16 rows) in one or two 16-byte words: rows g and g+8.
+// A matrix [rows, k] is cut into strips of 16 rows, and those into groups of 4; the last group may have fewer. A group is contiguous:
+// for each tile along k, its strips' tiles one after the other. So any run along k of a group is one contiguous copy. Within a
+// tile, lane (g = lane / 4, t = lane % 4) of a warp finds its A fragments of mma.m16n8k16 (and of wgmma m64k16, where each warp
+// owns 16 rows) in one or two 16-byte words: rows g and g+8.
 //
 //   Bf16   16 x 32 values, 1024 bytes: [k16 step][lane] of 16 bytes {a0, a1, a2, a3}.
 //   Mxfp4  16 x 64 values, 544 bytes: [lane] of 16 bytes {row g block 0, row g+8 block 0, row g block 1, row g+8 block 1}, each
@@ -23,6 +24,7 @@
 namespace packed {
 
 constexpr int STRIP_ROWS = 16;
+constexpr int GROUP = 4;  // strips
 constexpr int BLOCK_K = 32;  // activations are laid out by blocks of 32 along k
 
 // Activations for NT x 8 columns: [32-block][column tile][lane] of 16 bytes; word j of lane (g, t) is the pair
@@ -59,12 +61,15 @@ struct Bf16 {
     // An activation as `accumulate` wants it.
     __device__ static __forceinline__ uint32_t prepare(uint32_t pair) { return pair; }
 
-    // A fragments of 64 values along k, for sums over all of k; these are to be multiplied by `UNSCALE`.
+    // A fragments of 64 values along k, for sums over all of k; these are to be multiplied by `UNSCALE`. `tile_stride`: from one
+    // tile of the strip to the next.
     static constexpr float UNSCALE = 1.0f;
-    __device__ static __forceinline__ void scaled_fragments(const uint8_t* bytes, int lane, uint32_t (&a)[4][4]) {
+    __device__ static __forceinline__ void scaled_fragments(const uint8_t* bytes, int tile_stride, int lane,
+                                                            uint32_t (&a)[4][4]) {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            const uint4 word = *reinterpret_cast<const uint4*>(bytes + step * 512 + lane * 16);
+            const uint8_t* at = bytes + step / 2 * tile_stride + step % 2 * 512;
+            const uint4 word = *reinterpret_cast<const uint4*>(at + lane * 16);
             a[step][0] = word.x, a[step][1] = word.y, a[step][2] = word.z, a[step][3] = word.w;
         }
     }
@@ -127,7 +132,7 @@ struct Mxfp4 {
     }
 
     static constexpr float UNSCALE = 1099511627776.0f;  // 2^40
-    __device__ static __forceinline__ void scaled_fragments(const uint8_t* bytes, int lane, uint32_t (&a)[4][4]) {
+    __device__ static __forceinline__ void scaled_fragments(const uint8_t* bytes, int, int lane, uint32_t (&a)[4][4]) {
         const uint4 words = *reinterpret_cast<const uint4*>(bytes + lane * 16);
         const uint32_t scales = *reinterpret_cast<const uint32_t*>(bytes + 512 + (lane & ~3));
         const uint32_t word[4] = {words.x, words.y, words.z, words.w};

@@ -5,7 +5,7 @@
 //   out      [slots, rows of W] bf16 or f32; or [slots, rows / 2] bf16 after clamped SwiGLU
 //
 // Bound by memory: each weight is read once for each tile of up to NT x 8 slots of its expert. The work is a line of *units*: a unit
-// is a run of k-tiles of a group of 4 strips (64 rows), 4 bulk copies. Persistent blocks take contiguous, equally long parts of it.
+// is a run of k-tiles of a group of 4 strips (64 rows), one bulk copy. Persistent blocks take contiguous, equally long parts of it.
 //
 //   warps 0..15  consumers: warp w takes strips 2 (w % 2) and 2 (w % 2) + 1 of the group and every 8th tile: an activation fragment
 //                serves two strips, whose sums are independent chains. They hand over 8 partial sums a group.
@@ -47,7 +47,7 @@ namespace {
 
 constexpr int CONSUMERS = 16, PARTS = CONSUMERS / 2;
 constexpr int THREADS = (CONSUMERS + 2) * 32;
-constexpr int GROUP = 4;  // strips
+using packed::GROUP;
 constexpr int MAX_STAGES = 16;
 
 using packed::Epilogue;
@@ -99,28 +99,20 @@ __device__ __forceinline__ int4 tile_of(const SkinnyArgs& args, int tile) {
     return args.tiles ? args.tiles[tile] : make_int4(0, 0, args.tokens, 0);
 }
 
-// By 4 lanes, each for one strip of the group.
+// By one thread.
 template <class Format>
 __device__ void produce(const SkinnyArgs& args, const Range& range, uint8_t* ring, Barriers& barriers) {
-    const int lane = threadIdx.x % 32;
-    const int strip_bytes = args.unit_tiles * Format::TILE_BYTES;
     int stage = 0;
     uint32_t phase = 0;
     for (Cursor unit(args, range.begin); unit.index < range.end; unit.next(args)) {
-        const int first = unit.part * args.unit_tiles;
-        const uint32_t bytes = min(args.unit_tiles, args.strip_tiles - first) * Format::TILE_BYTES;
-        const int strip = unit.group * GROUP + lane, strips = min(GROUP, args.strips - unit.group * GROUP);
-        const uint64_t offset = static_cast<uint64_t>(tile_of(args, unit.tile).x) * args.expert_bytes +
-                                (static_cast<uint64_t>(strip) * args.strip_tiles + first) * Format::TILE_BYTES;
-        if (lane == 0) {
-            ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
-            ptx::mbarrier_arrive_expect(&barriers.full[stage], bytes * strips);
-        }
-        __syncwarp();
-        if (lane < strips) {
-            ptx::bulk_copy_once(ring + (stage * GROUP + lane) * strip_bytes, args.weights + offset, bytes,
-                                &barriers.full[stage]);
-        }
+        const int first = unit.part * args.unit_tiles, strips = min(GROUP, args.strips - unit.group * GROUP);
+        const uint32_t bytes = min(args.unit_tiles, args.strip_tiles - first) * strips * Format::TILE_BYTES;
+        const uint64_t tiles = static_cast<uint64_t>(unit.group) * GROUP * args.strip_tiles + first * strips;
+        ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
+        ptx::mbarrier_arrive_expect(&barriers.full[stage], bytes);
+        ptx::bulk_copy_once(ring + stage * GROUP * args.unit_tiles * Format::TILE_BYTES,
+                            args.weights + tile_of(args, unit.tile).x * args.expert_bytes + tiles * Format::TILE_BYTES, bytes,
+                            &barriers.full[stage]);
         if (++stage == args.stages) stage = 0, phase ^= 1;
     }
 }
@@ -182,7 +174,6 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
                         Barriers& barriers) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int pair = warp % 2, my_part = warp / 2;
-    const int strip_bytes = args.unit_tiles * Format::TILE_BYTES;
     float acc[2][NT][4] = {};
     int stage = 0, loaded = -1, live = 0;
     uint32_t phase = 0, group_phase = 1;
@@ -200,7 +191,8 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
         const int local = unit.part - first_unit + (unit.part < first_unit ? args.group_units : 0);
         const int first_block = local * args.unit_tiles * Format::BLOCKS;
         const int strip = unit.group * GROUP + 2 * pair;  // strips come in pairs or, at the end of a matrix, one alone
-        const uint8_t* low = ring + (stage * GROUP + 2 * pair) * strip_bytes;
+        const int strips = min(GROUP, args.strips - unit.group * GROUP);
+        const uint8_t* low = ring + (stage * GROUP * args.unit_tiles + 2 * pair) * Format::TILE_BYTES;
         ptx::mbarrier_wait(&barriers.full[stage], phase);
         if (strip < args.strips) {
 #pragma unroll NT == 1 ? 3 : 1
@@ -216,7 +208,7 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
                 }
 #pragma unroll
                 for (int s = 0; s < 2; ++s) {  // a strip that does not exist yields sums that nobody reads
-                    const auto weights = Format::load(low + s * strip_bytes + tile * Format::TILE_BYTES, lane);
+                    const auto weights = Format::load(low + (tile * strips + s) * Format::TILE_BYTES, lane);
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
                         if (n == 0 || n < live) Format::accumulate(weights, columns[n], acc[s][n]);
@@ -370,6 +362,7 @@ __device__ void skinny_gemm(const SkinnyArgs& args) {
 
     const int warp = threadIdx.x / 32;
     if (warp == CONSUMERS) {
+        if (threadIdx.x % 32 != 0) return;
         if (args.tiles && !args.early_tiles) ptx::grid_dependency_wait();
         produce<Format>(args, Range(args, args.tiles ? *args.num_tiles : 1), ring, barriers);
         return;

@@ -7,7 +7,6 @@
 // Bound by the tensor cores from about 100 columns on. A tile is 128 weight rows x NT columns: weights are the A operand, unpacked
 // into registers, activations the B operand, in shared memory. Persistent blocks of 2 consumer warpgroups (64 rows each) and a
 // producer warpgroup (one warp of it works) that keeps `stages` steps of 64 along k in flight, across tiles, so that an epilogue hides the next tile's start.
-// While a warpgroup's wgmmas of one step run, it unpacks the fragments of the next.
 //
 // With few tiles, k is split: partial sums go through global memory, and whoever arrives last adds them up in order.
 // The weights do not depend on the preceding kernel: their copies start before the grid dependency is met.
@@ -41,9 +40,14 @@ static_assert(sizeof(TileArgs) == 256);
 
 namespace {
 
-constexpr int STRIPS = 8, CONSUMERS = 256, THREADS = CONSUMERS + 128, MAX_STAGES = 12;
-// Registers of a thread: all start with 168; the producer's warpgroup gives to the consumers, who hold the sums.
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int GROUPS = 2, STRIPS = GROUPS * packed::GROUP, CONSUMERS = 256, THREADS = CONSUMERS + 128, MAX_STAGES = 12;
+// Registers of a thread: all start with 168 (80 with two blocks); the producer's warpgroup gives to the consumers, who hold the sums.
+template <int NT>
+constexpr int BLOCKS = NT <= 64 ? 2 : 1;  // a multiprocessor: with few columns, waiting for memory must overlap
+template <int NT>
+constexpr int PRODUCER_REGISTERS = 40;
+template <int NT>
+constexpr int CONSUMER_REGISTERS = NT <= 64 ? 96 : 232;
 
 struct Barriers {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES];
@@ -77,7 +81,7 @@ __device__ Work work_at(const TileArgs& args, int index) {
 template <class Format>
 constexpr int STEP_BYTES = Format::TILE_BYTES * (64 / Format::TILE_K);  // of a strip
 
-// By one warp: lane 0 copies activations, lanes 0..7 a strip each.
+// By one warp: lane 0 copies activations, lanes 0 and 1 a group of strips each.
 template <class Format, int NT>
 __device__ void produce(const TileArgs& args, uint8_t* x, uint8_t* weights, Barriers& barriers) {
     const int lane = threadIdx.x % 32;
@@ -88,19 +92,21 @@ __device__ void produce(const TileArgs& args, uint8_t* x, uint8_t* weights, Barr
     uint32_t phase = 0;
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
         const Work work = work_at<NT>(args, index);
-        const int strip = work.row_block * STRIPS + lane, strips = min(STRIPS, args.strips - work.row_block * STRIPS);
+        const int strips = min(STRIPS, args.strips - work.row_block * STRIPS);
+        const int group_strips = max(0, min(packed::GROUP, strips - lane * packed::GROUP));
+        const int first_strip = work.row_block * STRIPS + lane * packed::GROUP;
+        const uint32_t bytes = group_strips * STEP_BYTES<Format>;
         const uint8_t* source = args.weights + work.tile.x * args.expert_bytes +
-                                static_cast<uint64_t>(strip) * args.steps * STEP_BYTES<Format>;
+                                static_cast<uint64_t>(first_strip) * args.steps * STEP_BYTES<Format>;
         for (int step = work.first_step; step < work.last_step; ++step) {
             if (lane == 0) {
                 ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
                 ptx::mbarrier_arrive_expect(&barriers.full[stage], NT * 128 + strips * STEP_BYTES<Format>);
             }
             __syncwarp();
-            if (lane < strips) {
-                ptx::bulk_copy(weights + (stage * STRIPS + lane) * STEP_BYTES<Format>,
-                               source + static_cast<uint64_t>(step) * STEP_BYTES<Format>, STEP_BYTES<Format>,
-                               &barriers.full[stage]);
+            if (lane < GROUPS && bytes > 0) {
+                ptx::bulk_copy(weights + (stage * STRIPS + lane * packed::GROUP) * STEP_BYTES<Format>,
+                               source + static_cast<uint64_t>(step) * bytes, bytes, &barriers.full[stage]);
             }
             if (!waited) ptx::grid_dependency_wait(), waited = true;
             if (lane == 0) {
@@ -194,42 +200,86 @@ struct Position {
     }
 };
 
-template <class Format, int NT, packed::Epilogue E>
-__device__ void consume(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int items = num_work<NT>(args);
-    Position at;
+// acc += the products of `left` steps from `at` on. `tile_stride`: from one k-tile of this warp's strip to the next.
+//
+// Many columns: a step's products take long enough to unpack the next step's fragments beside them, into a second set of registers.
+// Few columns: a batch of DEPTH steps is unpacked, then multiplied; other warps fill the gaps.
+template <class Format, int NT>
+__device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers, int tile_stride,
+                         int left, Position& at, float (&acc)[NT / 2]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_group = warp % packed::GROUP;
     const auto unpack = [&](const Position& position, uint32_t(&a)[4][4]) {
         ptx::mbarrier_wait(&barriers.full[position.stage], position.phase);
-        Format::scaled_fragments(weights + (position.stage * STRIPS + warp) * STEP_BYTES<Format>, lane, a);
+        const uint8_t* group = weights + (position.stage * STRIPS + warp - in_group) * STEP_BYTES<Format>;
+        Format::scaled_fragments(group + in_group * Format::TILE_BYTES, tile_stride, lane, a);
     };
-    for (int index = blockIdx.x; index < items; index += gridDim.x) {
-        const Work work = work_at<NT>(args, index);
-        float acc[NT / 2];
+    const auto issue = [&](const Position& position, const uint32_t(&a)[4][4]) {
+        const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(x) + position.stage * NT * 128);
 #pragma unroll
-        for (int i = 0; i < NT / 2; ++i) acc[i] = 0.0f;
-        uint32_t a[2][4][4];
-        unpack(at, a[0]);
-        // One step: products of the fragments in `now`, while those of the next step are unpacked into `next`.
-        const auto advance = [&](const uint32_t(&now)[4][4], uint32_t(&next)[4][4], bool more) {
-            const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(x) + at.stage * NT * 128);
+        for (int step = 0; step < 4; ++step) ptx::wgmma<NT>(acc, a[step], b + 2 * step, true);
+    };
+    const auto release = [&]() {
+        if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[at.stage]);
+        at.next(args.stages);
+    };
+    if constexpr (NT <= 64) {
+        constexpr int DEPTH = NT == 32 ? 3 : 2;
+        uint32_t a[DEPTH][4][4];
+        for (; left >= DEPTH; left -= DEPTH) {
+            Position ahead = at;
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) unpack(ahead, a[d]), ahead.next(args.stages);
+            ahead = at;
             ptx::wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < 4; ++step) ptx::wgmma<NT>(acc, now[step], b + 2 * step);
+            for (int d = 0; d < DEPTH; ++d) issue(ahead, a[d]), ahead.next(args.stages);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait_all();
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) release();
+        }
+        for (; left > 0; --left) {
+            unpack(at, a[0]);
+            ptx::wgmma_fence();
+            issue(at, a[0]);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait_all();
+            release();
+        }
+    } else {
+        uint32_t a[2][4][4];
+        unpack(at, a[0]);
+        const auto advance = [&](const uint32_t(&now)[4][4], uint32_t(&next)[4][4], bool more) {
+            ptx::wgmma_fence();
+            issue(at, now);
             ptx::wgmma_commit();
             Position following = at;
             following.next(args.stages);
             if (more) unpack(following, next);
             ptx::wgmma_wait_all();
-            if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[at.stage]);
-            at = following;
+            release();
         };
-        int left = work.last_step - work.first_step;
         for (; left > 1; left -= 2) {
             advance(a[0], a[1], true);
             advance(a[1], a[0], left > 2);
         }
         if (left == 1) advance(a[0], a[1], false);
+    }
+}
+
+template <class Format, int NT, packed::Epilogue E>
+__device__ void consume(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers) {
+    const int warp = threadIdx.x / 32, items = num_work<NT>(args);
+    Position at;
+    for (int index = blockIdx.x; index < items; index += gridDim.x) {
+        const Work work = work_at<NT>(args, index);
+        // A group that does not exist yields sums that nobody reads.
+        const int group_strips = args.strips - work.row_block * STRIPS - warp / packed::GROUP * packed::GROUP;
+        const int tile_stride = max(0, min(packed::GROUP, group_strips)) * Format::TILE_BYTES;
+        float acc[NT / 2];
+#pragma unroll
+        for (int i = 0; i < NT / 2; ++i) acc[i] = 0.0f;
+        multiply<Format, NT>(args, x, weights, barriers, tile_stride, work.last_step - work.first_step, at, acc);
 #pragma unroll
         for (int i = 0; i < NT / 2; ++i) ptx::pin(acc[i]);
         if (args.splits == 1 || join_splits<NT>(args, work, index, acc)) write_tile<Format, NT, E>(args, work, acc);
@@ -252,10 +302,10 @@ __device__ void tile_gemm(const TileArgs& args) {
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        ptx::give_registers<PRODUCER_REGISTERS>();
+        ptx::give_registers<PRODUCER_REGISTERS<NT>>();
         if (threadIdx.x < CONSUMERS + 32) produce<Format, NT>(args, x, weights, barriers);
     } else {
-        ptx::take_registers<CONSUMER_REGISTERS>();
+        ptx::take_registers<CONSUMER_REGISTERS<NT>>();
         ptx::grid_dependency_wait();
         ptx::launch_dependents();
         consume<Format, NT, E>(args, x, weights, barriers);
@@ -265,7 +315,7 @@ __device__ void tile_gemm(const TileArgs& args) {
 }  // namespace
 
 #define TILE_GEMM(name, format, nt, epilogue)                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ TileArgs args) {      \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS<nt>) name(const __grid_constant__ TileArgs args) { \
         tile_gemm<packed::format, nt, packed::Epilogue::epilogue>(args);                                       \
     }
 #define TILE_GEMM_WIDTHS(name, format, epilogue)  \

@@ -83,7 +83,7 @@ async fn run_with_lanes(
         lane_tasks.clone(),
         runtime.shutdown().stop().clone(),
     );
-    let lanes = Arc::new(Lanes::new(Arc::new(transport)));
+    let lanes = Arc::new(Lanes::new(Arc::new(transport), &config.transfer));
     runtime.serve_admin(admin);
     let on_drain = {
         let mailbox = mailbox.clone();

@@ -135,6 +135,10 @@ impl Service {
         report(&self.channel).await.unwrap()
     }
 
+    pub(crate) async fn watch(&self) -> Streaming<pb::WorkerReport> {
+        watch(&self.channel).await.unwrap()
+    }
+
     /// Waits until every page is free and no sequence is left.
     pub(crate) async fn wait_idle(&self) {
         let mut last = None;
@@ -157,10 +161,12 @@ impl Service {
     }
 }
 
+async fn watch(channel: &Channel) -> Result<Streaming<pb::WorkerReport>, Status> {
+    Ok(wire::client::worker(channel.clone()).watch(pb::WatchRequest { interval_ms: 50 }).await?.into_inner())
+}
+
 async fn report(channel: &Channel) -> Result<WorkerReport, Status> {
-    let mut reports =
-        wire::client::worker(channel.clone()).watch(pb::WatchRequest { interval_ms: 50 }).await?.into_inner();
-    let report = reports.message().await?.ok_or_else(|| Status::unavailable("watch ended"))?;
+    let report = watch(channel).await?.message().await?.ok_or_else(|| Status::unavailable("watch ended"))?;
     Ok(WorkerReport::try_from(report)?)
 }
 

@@ -11,7 +11,9 @@ use fleet::{Fleet, decode_config, decode_event, prefill_config, prefill_event, p
 use futures_util::future::join_all;
 use monolith::Monolith;
 use tonic::Code;
-use types::{DecodeEvent, ErrorClass, FinishReason, GenerateRequest, PrefillEvent, Sampling};
+use types::{
+    DecodeEvent, ErrorClass, FinishReason, GenerateRequest, PrefillEvent, Sampling, WorkerReport, WorkerState,
+};
 
 /// Around a page (16 tokens), a chunk (64 in these tests) and the window (128).
 const EDGES: [usize; 18] = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 143, 144, 145, 191, 192, 257];
@@ -345,6 +347,9 @@ async fn a_drain_finishes_what_runs_and_takes_nothing_new() {
     let Ok(Some(PrefillEvent::FirstToken { token, .. })) = prefill_event(&mut prefill).await else {
         panic!("wanted FirstToken");
     };
+    let mut watch = fleet.decode.watch().await;
+    let before = watch.message().await.unwrap().expect("a first report comes at once");
+    assert_eq!(WorkerReport::try_from(before).unwrap().state, WorkerState::Ready);
     fleet.decode.shutdown.begin_drain();
     fleet.prefill.shutdown.begin_drain();
     let mut tokens = vec![token.token];
@@ -359,6 +364,12 @@ async fn a_drain_finishes_what_runs_and_takes_nothing_new() {
     assert!(matches!(prefill_event(&mut prefill).await, Ok(Some(PrefillEvent::Committed { .. }))));
     assert!(fleet.reserve(&long).await.is_err(), "a draining worker takes nothing new");
     drop((decode, prefill));
+    // The heartbeat goes on through the drain and ends with it: its end means that the worker is gone.
+    let mut last = None;
+    while let Some(report) = watch.message().await.unwrap() {
+        last = Some(WorkerReport::try_from(report).unwrap().state);
+    }
+    assert_eq!(last, Some(WorkerState::Draining));
     let Fleet { prefill, decode } = fleet;
     tokio::join!(prefill.drain(), decode.drain());
 }

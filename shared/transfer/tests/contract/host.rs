@@ -113,7 +113,7 @@ async fn an_unanswered_revocation_cuts_the_connection() {
 #[tokio::test]
 async fn lanes_are_shared_and_replaced() {
     let world = support::over_pipe(Options::default()).await;
-    let lanes = Lanes::new(Arc::from(world.sender));
+    let lanes = Lanes::new(Arc::from(world.sender), &quick());
     let decode = World::decode_peer();
     let first = lanes.lane("pipe", &decode).await.unwrap();
     assert!(Arc::ptr_eq(&first, &lanes.lane("pipe", &decode).await.unwrap()));

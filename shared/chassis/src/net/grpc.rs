@@ -9,7 +9,8 @@ use hyper_util::rt::TokioIo;
 use tonic::transport::server::Router;
 use tonic::transport::{Channel, Endpoint, Server};
 
-use super::{Address, Listener, Network};
+use super::first_byte::expect_first_byte;
+use super::{Address, FIRST_BYTE_TIMEOUT, Listener, Network};
 use crate::tasks::Tasks;
 
 /// How often a server asks a silent client whether it is still there.
@@ -28,7 +29,8 @@ pub fn server() -> Server {
 pub fn serve(tasks: &Tasks, name: &'static str, listener: Listener, services: Router) {
     let drain = tasks.shutdown().drain().clone();
     tasks.spawn_critical(name, async move {
-        let incoming = listener.map(Ok::<_, std::convert::Infallible>);
+        let incoming =
+            listener.map(|socket| Ok::<_, std::convert::Infallible>(expect_first_byte(socket, FIRST_BYTE_TIMEOUT)));
         services.serve_with_incoming_shutdown(incoming, drain.cancelled_owned()).await
     });
 }

@@ -8,11 +8,12 @@ use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use tokio_util::sync::CancellationToken;
 
-use super::{Listener, Socket};
+use super::first_byte::expect_first_byte;
+use super::{FIRST_BYTE_TIMEOUT, Listener, Socket};
 use crate::admin::Admin;
 use crate::tasks::Tasks;
 
-/// A client that has opened a connection must send the head of a request within this time.
+/// A head that has begun must be complete within this time; a kept-alive connection must be used again within it.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Serves `app` until the drain begins; open answers are work that the drain waits for. HTTP/1.1 and HTTP/2.
@@ -40,6 +41,7 @@ pub fn serve_admin(tasks: &Tasks, mut listener: Listener, admin: Admin) {
 
 async fn connection(socket: Socket, app: axum::Router, drain: CancellationToken) {
     let peer = socket.peer().to_owned();
+    let socket = expect_first_byte(socket, FIRST_BYTE_TIMEOUT);
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
     builder.http2().timer(TokioTimer::new()).keep_alive_interval(super::grpc::SERVER_KEEP_ALIVE);

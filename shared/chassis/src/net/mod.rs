@@ -1,14 +1,17 @@
 //! Everything that leaves the process goes through [`Network`], so that a whole fleet can run on a simulated one.
 
 mod address;
+mod first_byte;
 pub mod grpc;
 pub mod http;
 pub mod inherited;
 mod tcp;
+pub mod tls;
 
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use futures_util::stream::{BoxStream, Stream, StreamExt};
@@ -17,6 +20,9 @@ use tonic::transport::server::Connected;
 
 pub use address::{Address, InvalidAddress};
 pub use tcp::TcpNetwork;
+
+/// A client that has opened a connection must begin its request, or end its TLS handshake, within this time.
+const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How a service listens and connects. [`TcpNetwork`] is the real one.
 pub trait Network: Send + Sync + 'static {

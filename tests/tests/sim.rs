@@ -25,11 +25,11 @@ use wire::pb::{GenerateRequest, GetModelInfoRequest};
 use worker::Driver;
 
 const WORKERS: [&str; 4] = ["prefill-0", "prefill-1", "decode-0", "decode-1"];
-const REQUESTS: usize = 14;
+const REQUESTS: usize = 24;
 /// Faults happen in this time, and requests begin in it.
 const TROUBLE: Duration = Duration::from_secs(6);
 /// What a step seems to take.
-const STEP_TIME: Duration = Duration::from_millis(8);
+const STEP_TIME: Duration = Duration::from_millis(20);
 
 /// A request and the answer that it must have.
 struct Case {
@@ -80,16 +80,16 @@ enum Fault {
     Heal(&'static str, &'static str),
 }
 
-/// One or two workers crash and come back; some links break and heal. All is well again by the end of [`TROUBLE`].
+/// Workers crash, up to three times in all, and come back; links break and heal. All is well again by the end of [`TROUBLE`].
 fn faults(dice: &mut Dice) -> Vec<(Duration, Fault)> {
     let mut faults = Vec::new();
-    for _ in 0..dice.below(3) {
+    for _ in 0..1 + dice.below(3) {
         let worker = WORKERS[dice.below(4) as usize];
         let at = dice.time(TROUBLE - Duration::from_secs(2));
         faults.push((at, Fault::Crash(worker)));
         faults.push((at + Duration::from_millis(200) + dice.time(Duration::from_secs(1)), Fault::Restart(worker)));
     }
-    for _ in 0..dice.below(3) {
+    for _ in 0..dice.below(4) {
         let links = [
             ("router", WORKERS[dice.below(4) as usize]),
             ("prefill-0", "decode-0"),

@@ -86,7 +86,7 @@ pub(crate) async fn up(args: UpArgs, options: Vec<String>) -> anyhow::Result<()>
     eprintln!("draining; Ctrl-C again to stop at once");
     tokio::select! {
         drained = stack.drain() => drained,
-        ended = told_to_end() => { ended?; anyhow::bail!("stopped before all requests had finished") }
+        ended = signal() => { ended?; anyhow::bail!("stopped before all requests had finished") }
     }
 }
 
@@ -125,19 +125,25 @@ pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>) -> anyhow::Re
 }
 
 /// Ctrl-C or SIGTERM; or, where this process is itself supervised, the end of standard input.
-async fn told_to_end() -> anyhow::Result<()> {
+async fn told_to_end() -> std::io::Result<()> {
     let stdin_ended = CancellationToken::new();
     if std::env::var_os(SUPERVISED).is_some() {
         let ended = stdin_ended.clone();
         when_stdin_ends(move || ended.cancel());
     }
+    tokio::select! {
+        signal = signal() => signal,
+        () = stdin_ended.cancelled() => Ok(()),
+    }
+}
+
+/// Ctrl-C or SIGTERM.
+async fn signal() -> std::io::Result<()> {
     let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
     tokio::select! {
-        interrupted = tokio::signal::ctrl_c() => interrupted?,
-        _ = terminate.recv() => {}
-        () = stdin_ended.cancelled() => {}
+        interrupted = tokio::signal::ctrl_c() => interrupted,
+        _ = terminate.recv() => Ok(()),
     }
-    Ok(())
 }
 
 /// Draws the loading of the weights on a terminal, as a bar over both workers.

@@ -1,7 +1,7 @@
 //! Products with many columns: prefill, and decode of large batches.
 
 use half::bf16;
-use kernels::{Dispatch, GatherRows, Output, PackedWeights, Routing, TileGemm};
+use kernels::{ChooseExperts, Dispatch, ExpertWeights, GatherRows, Output, PackedWeights, Routing, TileGemm};
 
 use crate::harness::Bench;
 use crate::skinny_gemm::{pack, pack_experts};
@@ -33,7 +33,40 @@ pub(crate) fn dense(bench: &mut Bench) {
             bench.row_flops(name, &format!("{columns} x {k} x {rows}"), us, bytes, 2 * columns * k * rows);
         }
     }
+    router(bench, 8192, 128);
     println!();
+}
+
+/// What a long prompt takes in place of the router kernel.
+fn router(bench: &mut Bench, tokens: usize, num_experts: usize) {
+    let weights = pack(bench, num_experts, HIDDEN);
+    let (x, bias, mut logits) =
+        (bench.values(tokens * HIDDEN), bench.values(num_experts), bench.zeros(tokens * num_experts));
+    let (mut picked, mut shares) = (bench.zeros(tokens * TOP), bench.zeros(tokens * TOP));
+    let mut workspace = kernels::Workspace::new(&bench.stream).unwrap();
+    let us = bench.time(8, |_| {
+        TileGemm {
+            weights: &weights,
+            x: x.view(),
+            bias: Some(bias.view()),
+            out: Output::F32(logits.view_mut()),
+            routing: None,
+            workspace: &mut workspace,
+        }
+        .enqueue(&bench.kernels, &bench.stream)?;
+        ChooseExperts {
+            logits: logits.view_mut(),
+            num_experts,
+            experts: picked.view_mut(),
+            weights: shares.view_mut(),
+            top: TOP,
+            mode: ExpertWeights::Bf16,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    let bytes = weights.len_bytes() + tokens * (HIDDEN * 2 + num_experts * 4);
+    let shape = format!("{tokens} tokens, {num_experts} experts");
+    bench.row_flops("router logits, choice", &shape, us, bytes, 2 * tokens * HIDDEN * num_experts);
 }
 
 pub(crate) fn experts(bench: &mut Bench) {

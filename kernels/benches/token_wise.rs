@@ -17,7 +17,7 @@ pub(crate) fn run(bench: &mut Bench) {
     for tokens in [1, 8, 32, 128, 8192] {
         rmsnorm(bench, tokens);
     }
-    for (experts, tokens) in [(32, 1), (32, 128), (128, 1), (128, 32), (128, 128), (128, 8192)] {
+    for (experts, tokens) in [(32, 1), (32, 128), (128, 1), (128, 32), (128, 128)] {
         router(bench, experts, tokens);
     }
     for tokens in [1, 128, 8192] {

@@ -39,7 +39,7 @@ pub use pack_weights::{Format, PackMxfp4, PackedWeights, pack_bf16};
 pub use prefill_attention::PrefillAttention;
 pub use rmsnorm::RmsNorm;
 pub use rope_kv::RopeKv;
-pub use router::{ExpertWeights, Router};
+pub use router::{ChooseExperts, ExpertWeights, Router};
 pub use sample::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
 pub use skinny_gemm::{Grouped, Output, SkinnyGemm};
 pub use tile_gemm::TileGemm;

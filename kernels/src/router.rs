@@ -15,7 +15,7 @@ pub enum ExpertWeights {
     F32,
 }
 
-/// Logits of all experts, the largest few of them (the lowest index first among equals), and the softmax over those alone.
+/// For few tokens: logits of all experts, the largest few of them (the lowest index first among equals), and the softmax over those alone.
 ///
 /// Source: `MLPBlock` in openai/gpt-oss `gpt_oss/torch/model.py`; plain definition: `model::reference::route`.
 #[derive(Debug)]
@@ -32,6 +32,24 @@ pub struct Router<'a> {
     pub weights: ViewMut<'a, f32>,
     /// Unrounded logits `[tokens, experts]`, where they are wanted: to count picks that another rounding would change.
     pub logits: Option<ViewMut<'a, f32>>,
+    /// Experts a token.
+    pub top: usize,
+    /// Rounding.
+    pub mode: ExpertWeights,
+}
+
+/// For many tokens: the choice alone, from logits that [`TileGemm`](crate::TileGemm) has computed. Faster than [`Router`] from about 200
+/// tokens on.
+#[derive(Debug)]
+pub struct ChooseExperts<'a> {
+    /// Unrounded, `[tokens, experts]`.
+    pub logits: ViewMut<'a, f32>,
+    /// Experts to choose from.
+    pub num_experts: usize,
+    /// `[tokens, top]`, most probable first.
+    pub experts: ViewMut<'a, i32>,
+    /// `[tokens, top]`
+    pub weights: ViewMut<'a, f32>,
     /// Experts a token.
     pub top: usize,
     /// Rounding.
@@ -69,11 +87,16 @@ const WARPS: usize = 8;
 pub(crate) struct Variants {
     blocks_4: Kernel,
     blocks_15: Kernel,
+    choose: Kernel,
 }
 
 impl Variants {
     pub(crate) fn load(module: &Module) -> Result<Self> {
-        Ok(Self { blocks_4: module.kernel("router_4", 0)?, blocks_15: module.kernel("router_15", 0)? })
+        Ok(Self {
+            blocks_4: module.kernel("router_4", 0)?,
+            blocks_15: module.kernel("router_15", 0)?,
+            choose: module.kernel("choose_experts", 0)?,
+        })
     }
 }
 
@@ -122,5 +145,42 @@ impl Router<'_> {
         let kernel = if warp_blocks <= 4 { &kernels.router.blocks_4 } else { &kernels.router.blocks_15 };
         // SAFETY: rows beyond the last token or expert are clamped in the kernel; all others are covered as checked.
         Ok(unsafe { kernel.launch(stream, config, &args) }?)
+    }
+}
+
+impl ChooseExperts<'_> {
+    /// Returns once enqueued.
+    ///
+    /// # Errors
+    /// `Size` if the operands disagree, `Dimension` for more than 128 experts or a top above 8, `Device` if the launch fails.
+    pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
+        let check = Checker("choose_experts");
+        let num_experts = self.num_experts;
+        check.dimension("experts", num_experts, "1 to 128", (1..=128).contains(&num_experts))?;
+        check.dimension("top", self.top, "1 to 8 and at most experts", (1..=num_experts.min(8)).contains(&self.top))?;
+        let tokens = self.logits.len() / num_experts;
+        check.size("logits", tokens * num_experts, self.logits.len())?;
+        check.size("experts", tokens * self.top, self.experts.len())?;
+        check.size("weights", tokens * self.top, self.weights.len())?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let args = Args {
+            x: DevicePtr::NULL,
+            weight: DevicePtr::NULL,
+            bias: DevicePtr::NULL,
+            experts: stream.output(&mut self.experts),
+            weights: stream.output(&mut self.weights),
+            logits: stream.output(&mut self.logits),
+            tokens: int(tokens),
+            num_experts: int(num_experts),
+            k: 0,
+            top: int(self.top),
+            round_bf16: i32::from(self.mode == ExpertWeights::Bf16),
+            padding: 0,
+        };
+        let config = LaunchConfig::linear(tokens.div_ceil(WARPS) as u32, (WARPS * 32) as u32);
+        // SAFETY: one warp a token, whose logits, experts and weights are covered as checked.
+        Ok(unsafe { kernels.router.choose.launch(stream, config, &args) }?)
     }
 }

@@ -1,7 +1,7 @@
 //! Router: logits, picks, ties and the two roundings.
 
 use half::bf16;
-use kernels::{ExpertWeights, Router};
+use kernels::{ChooseExperts, ExpertWeights, Router};
 use model::reference;
 
 use crate::gpu::{BF16_ROUNDING, Gpu, Random, compare, magnitudes, sum_error, widen};
@@ -114,4 +114,30 @@ fn rounding_decides_between_near_equals() {
     let picks = |mode| route(&gpu, &x, &weight, &bias, mode).experts[..2].to_vec();
     assert_eq!(picks(ExpertWeights::Bf16), [2, 5]);
     assert_eq!(picks(ExpertWeights::F32), [5, 2]);
+}
+
+#[test]
+fn the_choice_alone_agrees() {
+    let Some(gpu) = Gpu::open() else { return };
+    let mut random = Random::new();
+    for num_experts in [8, 32, 128] {
+        let tokens = 77;
+        let (x, weight) = (random.bf16(tokens * 320, 1.0), random.bf16(num_experts * 320, 0.05));
+        let bias = random.bf16(num_experts, 0.5);
+        let want = route(&gpu, &x, &weight, &bias, ExpertWeights::Bf16);
+        let mut logits = gpu.upload(&want.logits);
+        let (mut experts, mut weights) = (gpu.poisoned::<i32>(tokens * TOP), gpu.poisoned::<f32>(tokens * TOP));
+        ChooseExperts {
+            logits: logits.view_mut(),
+            num_experts,
+            experts: experts.view_mut(),
+            weights: weights.view_mut(),
+            top: TOP,
+            mode: ExpertWeights::Bf16,
+        }
+        .enqueue(&gpu.kernels, &gpu.stream)
+        .unwrap();
+        assert_eq!(gpu.stream.download(experts.view()).unwrap(), want.experts);
+        assert_eq!(gpu.stream.download(weights.view()).unwrap(), want.weights);
+    }
 }

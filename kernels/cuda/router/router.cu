@@ -40,7 +40,9 @@ __device__ __forceinline__ uint64_t rank_key(float logit, int expert) {
     return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~expert);
 }
 
-__device__ void choose(const RouterArgs& args, const float (*logits)[TOKENS], int column, int token) {
+// By one warp. `logit_of(expert)` is the token's unrounded logit.
+template <class LogitOf>
+__device__ void choose(const RouterArgs& args, int token, LogitOf logit_of) {
     const int lane = threadIdx.x % 32;
     float value[MAX_EXPERTS / 32];
     uint64_t key[MAX_EXPERTS / 32];
@@ -49,8 +51,7 @@ __device__ void choose(const RouterArgs& args, const float (*logits)[TOKENS], in
         const int expert = lane + 32 * i;
         key[i] = 0;
         if (expert >= args.num_experts) continue;
-        value[i] = logits[expert][column];
-        if (args.logits) args.logits[static_cast<int64_t>(token) * args.num_experts + expert] = value[i];
+        value[i] = logit_of(expert);
         if (args.round_bf16) value[i] = __bfloat162float(__float2bfloat16(value[i]));
         key[i] = rank_key(value[i], expert);
     }
@@ -147,7 +148,14 @@ __device__ void route(const RouterArgs& args) {
                 partial[expert][column] = logit;
             }
             __syncthreads();
-            if (first_token + warp < args.tokens) choose(args, partial, warp, first_token + warp);
+            if (first_token + warp < args.tokens) {
+                choose(args, first_token + warp, [&](int expert) {
+                    const float logit = partial[expert][warp];
+                    const int64_t at = static_cast<int64_t>(first_token + warp) * args.num_experts + expert;
+                    if (args.logits) args.logits[at] = logit;
+                    return logit;
+                });
+            }
         }
         ptx::cluster_barrier();  // a block's sums stay until block 0 has read them
     }
@@ -162,3 +170,13 @@ __device__ void route(const RouterArgs& args) {
     }
 ROUTER(router_4, 4)
 ROUTER(router_15, 15)
+
+// The choice alone, for logits that are already there: many tokens take them from tile_gemm. A warp a token.
+extern "C" __global__ void __launch_bounds__(WARPS * 32) choose_experts(const __grid_constant__ RouterArgs args) {
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    const int token = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (token >= args.tokens) return;
+    const float* logits = args.logits + static_cast<int64_t>(token) * args.num_experts;
+    choose(args, token, [&](int expert) { return logits[expert]; });
+}

@@ -3,8 +3,8 @@
 //
 // A cluster of 8 blocks takes a row; each block keeps its eighth of the vocabulary in shared memory, so logits are read once. All
 // decisions are made on integers, whose sums do not depend on order or batch:
-//   weight  2^40 exp(-e) rounded down, e = (greatest logit - logit) / temperature; zero from e = 27.7 on
-//   rank    e in units of 28 / 2^30: 30 bits, then the lower id first
+//   rank    e = (greatest logit - logit) / temperature in units of 28 / 2^30: 30 bits; equal ranks: the lower id first
+//   weight  2^40 exp(-e) of the rank, rounded down; zero from e = 27.7 on
 // Top-k, top-p and the draw under them look for the token at which a running sum over the order of ranks reaches a target: three
 // histogram passes of 10 bits each. Without top-k and top-p the running sum follows the ids, in one pass.
 //
@@ -58,6 +58,7 @@ constexpr float WEIGHT_ONE = 1099511627776.0f;                  // 2^40
 constexpr float MAX_DISTANCE = 28.0f;                           // weights are zero beyond
 constexpr float RANKS_A_UNIT = 1073741824.0f / MAX_DISTANCE;    // 2^30 / 28
 constexpr uint64_t EVERYTHING = ~0ull;
+constexpr uint32_t NEVER = ~0u;                                 // rank of a token without weight
 
 struct Shared {
     uint64_t histogram[BINS];
@@ -91,9 +92,11 @@ class Row {
         const SampleRow params = args_.rows[row_];
         bool is_nan = false;
         const float* source = args_.logits + static_cast<int64_t>(row_) * args_.vocab + first_;
+#pragma unroll 8
         for (int i = threadIdx.x; i < count_; i += THREADS) {
-            logits_[i] = source[i];
-            is_nan |= isnan(logits_[i]);
+            const float logit = source[i];
+            logits_[i] = logit;
+            is_nan |= isnan(logit);
         }
         __syncthreads();
         if (reduce<true>(is_nan) != 0) return fail(1);
@@ -127,9 +130,11 @@ class Row {
         for (int lanes = 16; lanes > 0; lanes /= 2) value = merge(value, __shfl_xor_sync(~0u, value, lanes));
         if (threadIdx.x % 32 == 0) shared_.warp[threadIdx.x / 32] = value;
         __syncthreads();
-        if (threadIdx.x == 0) {
-            for (int i = 1; i < WARPS; ++i) value = merge(value, shared_.warp[i]);
-            shared_.slot[turn_] = value;
+        if (threadIdx.x < 32) {
+            value = threadIdx.x < WARPS ? shared_.warp[threadIdx.x] : 0;
+#pragma unroll
+            for (int lanes = WARPS / 2; lanes > 0; lanes /= 2) value = merge(value, __shfl_xor_sync(~0u, value, lanes));
+            if (threadIdx.x == 0) shared_.slot[turn_] = value;
         }
         ptx::cluster_barrier();
         value = 0;
@@ -195,21 +200,15 @@ class Row {
         __syncthreads();
     }
 
-    struct Token {
-        uint64_t order;   // rank, then id
-        uint64_t weight;  // 0: never drawn
-    };
-
-    __device__ Token token(int i) const {
-        const float distance = (top_ - logits_[i]) * inverse_temperature_;
-        if (!(distance < MAX_DISTANCE)) return {EVERYTHING, 0};
-        const float weight = ptx::exp2_approx(-distance * LOG2E);
-        const uint64_t order = static_cast<uint64_t>(static_cast<uint32_t>(distance * RANKS_A_UNIT)) << 32 | (first_ + i);
-        return {order, weight < min_p_ ? 0 : static_cast<uint64_t>(weight * WEIGHT_ONE)};
-    }
-
+    // From here on the slice holds ranks in place of logits.
     __device__ int draw(const SampleRow& params) {
-        inverse_temperature_ = 1.0f / params.temperature;
+        const float inverse_temperature = 1.0f / params.temperature;
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            const float distance = (top_ - logits_[i]) * inverse_temperature;
+            const bool never = !(distance < MAX_DISTANCE);
+            logits_[i] = __uint_as_float(never ? NEVER : static_cast<uint32_t>(distance * RANKS_A_UNIT));
+        }
+        __syncthreads();
         const uint64_t u = philox::uniform_bits(params.seed, params.choice, params.output_idx, 0);
         const bool by_rank = params.top_p < 1.0f || (params.top_k > 0 && params.top_k < static_cast<uint32_t>(args_.vocab));
         uint64_t bound = EVERYTHING - 1;  // of what is kept
@@ -218,16 +217,26 @@ class Row {
             const double wanted = static_cast<double>(params.top_p) * static_cast<double>(mass(bound));
             bound = min(bound, select<true>(bound, max(static_cast<uint64_t>(ceil(wanted)), static_cast<uint64_t>(1))));
         }
-        min_p_ = params.min_p;  // the greatest weight is 1, so something always stays
+        if (params.min_p > 0.0f) {
+            const float least = fminf(-logf(params.min_p), MAX_DISTANCE) * RANKS_A_UNIT;
+            bound = min(bound, static_cast<uint64_t>(least) << 32 | 0xffffffffu);
+        }
         const uint64_t target = __umul64hi(u, mass(bound)) + 1;
-        return by_rank ? static_cast<int>(static_cast<uint32_t>(select<true>(bound, target))) : select_by_id(target);
+        if (by_rank) return static_cast<int>(static_cast<uint32_t>(select<true>(bound, target)));
+        return find_by_id<true>(NEVER, bound, target);
+    }
+
+    __device__ uint32_t rank(int i) const { return __float_as_uint(logits_[i]); }
+    __device__ uint64_t order(int i) const { return static_cast<uint64_t>(rank(i)) << 32 | (first_ + i); }
+    // Of a rank that is not `NEVER`.
+    __device__ static uint64_t weight(uint32_t rank) {
+        return static_cast<uint64_t>(ptx::exp2_approx(rank * (-LOG2E / RANKS_A_UNIT)) * WEIGHT_ONE);
     }
 
     __device__ uint64_t mass(uint64_t bound) {
         uint64_t sum = 0;
         for (int i = threadIdx.x; i < count_; i += THREADS) {
-            const Token t = token(i);
-            if (t.order <= bound) sum += t.weight;
+            if (rank(i) != NEVER && order(i) <= bound) sum += weight(rank(i));
         }
         return reduce<false>(sum);
     }
@@ -243,7 +252,8 @@ class Row {
         __syncthreads();  // an earlier result may still be read
         if (lane == 31) shared_.warp[warp] = value;
         __syncthreads();
-        for (int i = 0; i < warp; ++i) value += shared_.warp[i];
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) value += i < warp ? shared_.warp[i] : 0;
         return value;
     }
 
@@ -256,19 +266,17 @@ class Row {
             for (int i = threadIdx.x; i < BINS; i += THREADS) shared_.histogram[i] = 0;
             __syncthreads();
             for (int i = threadIdx.x; i < count_; i += THREADS) {
-                const Token t = token(i);
-                const uint32_t rank = t.order >> 32;
-                if (t.order > bound || t.weight == 0 || (rank >> (shift + 10)) != prefix) continue;
-                atomicAdd(reinterpret_cast<unsigned long long*>(&shared_.histogram[rank >> shift & (BINS - 1)]),
-                          WEIGHTS ? t.weight : 1ull);
+                const uint32_t r = rank(i);
+                if (r >> (shift + 10) != prefix || r == NEVER || order(i) > bound) continue;
+                atomicAdd(reinterpret_cast<unsigned long long*>(&shared_.histogram[r >> shift & (BINS - 1)]),
+                          WEIGHTS ? weight(r) : 1ull);
             }
             ptx::cluster_barrier();
             uint64_t bins[2] = {0, 0};
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                for (int rank = 0; rank < CLUSTER; ++rank) {
-                    bins[b] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x + b], rank);
-                }
+            for (int rank = 0; rank < CLUSTER; ++rank) {
+                bins[0] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x], rank);
+                bins[1] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x + 1], rank);
             }
             const uint64_t through = scan(bins[0] + bins[1]), before = through - bins[0] - bins[1];
             if (threadIdx.x == 0) shared_.found[0] = EVERYTHING;
@@ -285,59 +293,36 @@ class Row {
             target -= passed;
             prefix = prefix << 10 | static_cast<uint32_t>(bin);
         }
-        // Equal ranks are equal weights but for rounding: the id decides.
-        uint64_t mine = 0;
-        for (int i = threadIdx.x; i < count_; i += THREADS) {
-            const Token t = token(i);
-            if (t.order <= bound && t.weight != 0 && (t.order >> 32) == prefix) mine += WEIGHTS ? t.weight : 1;
-        }
-        return static_cast<uint64_t>(prefix) << 32 | find_by_id<WEIGHTS>(prefix, bound, mine, target);
+        return static_cast<uint64_t>(prefix) << 32 | static_cast<uint32_t>(find_by_id<WEIGHTS>(prefix, bound, target));
     }
 
-    __device__ int select_by_id(uint64_t target) {
-        uint64_t mine = 0;
-        for (int i = threadIdx.x; i < count_; i += THREADS) mine += token(i).weight;
-        return find_by_id<true>(~0u, EVERYTHING - 1, mine, target);
-    }
-
-    // The id at which the running sum, by id, over tokens of rank `rank` (~0: any) reaches `target`. `mine`: this thread's part of
-    // this block's sum.
+    // The id at which the running sum, by id, over tokens of rank `wanted` (`NEVER`: of any) up to `bound` reaches `target`.
     template <bool WEIGHTS>
-    __device__ int find_by_id(uint32_t rank, uint64_t bound, uint64_t mine, uint64_t target) {
-        const uint64_t own = block_total(mine);
-        if (threadIdx.x == 0) shared_.slot[turn_] = own;
+    __device__ int find_by_id(uint32_t wanted, uint64_t bound, uint64_t target) {
+        const auto value = [&](int i) -> uint64_t {
+            const uint32_t r = rank(i);
+            if (r == NEVER || (wanted != NEVER && r != wanted) || order(i) > bound) return 0;
+            return WEIGHTS ? weight(r) : 1;
+        };
+        // Neighbouring tokens to a thread, an odd number of them: their words lie in different banks.
+        const int run = (count_ + THREADS - 1) / THREADS | 1;
+        const int begin = min(static_cast<int>(threadIdx.x) * run, count_), end = min(begin + run, count_);
+        uint64_t mine = 0;
+        for (int i = begin; i < end; ++i) mine += value(i);
+        const uint64_t through = scan(mine);
+        if (threadIdx.x == THREADS - 1) shared_.slot[turn_] = through;
         ptx::cluster_barrier();
-        uint64_t before = 0;
+        uint64_t before = through - mine;
         for (int r = 0; r < rank_; ++r) before += ptx::read_cluster(&shared_.slot[turn_], r);
         turn_ ^= 1;
         uint64_t result = 0;
-        if (before < target && before + own >= target) {
-            for (int base = 0; base < count_; base += THREADS) {
-                const int i = base + threadIdx.x;
-                uint64_t value = 0;
-                if (i < count_) {
-                    const Token t = token(i);
-                    const bool used = t.order <= bound && t.weight != 0 && (rank == ~0u || (t.order >> 32) == rank);
-                    if (used) value = WEIGHTS ? t.weight : 1;
-                }
-                const uint64_t through = before + scan(value);
-                if (through - value < target && through >= target) shared_.found[0] = first_ + i + 1;
-                if (threadIdx.x == THREADS - 1) shared_.found[1] = through;
-                __syncthreads();
-                before = shared_.found[1];
-                if (before >= target) break;
+        if (before < target && before + mine >= target) {
+            for (int i = begin; i < end && result == 0; ++i) {
+                before += value(i);
+                if (before >= target) result = first_ + i + 1;
             }
-            result = shared_.found[0];
         }
-        return static_cast<int>(reduce<true>(threadIdx.x == 0 ? result : 0)) - 1;
-    }
-
-    __device__ uint64_t block_total(uint64_t value) {
-        const uint64_t through = scan(value);
-        __syncthreads();
-        if (threadIdx.x == THREADS - 1) shared_.found[1] = through;
-        __syncthreads();
-        return shared_.found[1];
+        return static_cast<int>(reduce<true>(result)) - 1;
     }
 
     __device__ void fail(uint32_t status) {
@@ -349,7 +334,7 @@ class Row {
     float* logits_;
     int row_, rank_, first_, count_;
     int turn_ = 0;
-    float top_ = 0.0f, inverse_temperature_ = 1.0f, min_p_ = 0.0f;
+    float top_ = 0.0f;
 };
 
 }  // namespace

@@ -2,7 +2,7 @@
 //! shape and dtype. Opening reads headers only; tensor data stays in the mapped files until somebody asks for it.
 
 mod error;
-mod files;
+pub(crate) mod files;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -13,6 +13,7 @@ use types::TokenId;
 
 use crate::buffer::Buffer;
 use crate::config::{self, ModelConfig};
+use crate::identity::ModelIdentity;
 use crate::mapping::FileBytes;
 use crate::nano;
 use crate::param::{Dtype, NameLayout, Param, is_dequantised_expert};
@@ -28,10 +29,9 @@ const O200K_HARMONY_ROWS: usize = 201_088;
 /// An opened model: config, stop tokens, tokenizer and tensors.
 #[derive(Debug)]
 pub struct Checkpoint {
-    name: String,
+    identity: ModelIdentity,
     config: ModelConfig,
     stop_token_ids: Vec<TokenId>,
-    tokenizer_json: Option<FileBytes>,
     files: Vec<WeightFile>,
     tensors: HashMap<Param, Place>,
 }
@@ -63,9 +63,8 @@ impl Checkpoint {
             None if config.vocab_size == O200K_HARMONY_ROWS => O200K_HARMONY_STOP.to_vec(),
             None => return Err(CheckpointError::NoStopTokens { dir: dir.to_path_buf() }),
         };
-        let tokenizer_json = files::beside(dir, "tokenizer.json").map(|path| files::map(&path)).transpose()?;
-        let weight_files = files::open_weights(dir)?;
-        Self::assemble(files::model_name(dir), config, stop_token_ids, tokenizer_json, weight_files)
+        let identity = ModelIdentity::in_directory(dir, &config)?;
+        Self::assemble(identity, config, stop_token_ids, files::open_weights(dir)?)
     }
 
     /// gpt-oss-nano, embedded in the binary. Nothing is copied.
@@ -80,27 +79,31 @@ impl Checkpoint {
             let generation_config = dir.join("generation_config.json");
             let stop = config::stop_token_ids(nano::GENERATION_CONFIG, &generation_config, config.vocab_size)?;
             let weights = WeightFile::parse(&dir.join("model.safetensors"), FileBytes::Static(nano::weights()))?;
-            let tokenizer = FileBytes::Static(nano::TOKENIZER);
-            Self::assemble(nano::NAME.to_owned(), config, stop, Some(tokenizer), vec![weights])
+            Self::assemble(ModelIdentity::of_nano(&config), config, stop, vec![weights])
         };
         open().unwrap_or_else(|error: CheckpointError| panic!("the embedded model is broken: {error}"))
     }
 
     fn assemble(
-        name: String,
+        identity: ModelIdentity,
         config: ModelConfig,
         stop_token_ids: Vec<TokenId>,
-        tokenizer_json: Option<FileBytes>,
         files: Vec<WeightFile>,
     ) -> Result<Self, CheckpointError> {
         let tensors = place_all(&config, &files)?;
-        Ok(Self { name, config, stop_token_ids, tokenizer_json, files, tensors })
+        Ok(Self { identity, config, stop_token_ids, files, tensors })
     }
 
     /// The model's public name: that of its directory, for example `gpt-oss-20b`.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.name
+        self.identity.name()
+    }
+
+    /// Name, vocabulary size and tokenizer.
+    #[must_use]
+    pub fn identity(&self) -> &ModelIdentity {
+        &self.identity
     }
 
     /// Sizes and constants.
@@ -118,7 +121,7 @@ impl Checkpoint {
     /// The bytes of tokenizer.json, if the model has one.
     #[must_use]
     pub fn tokenizer_json(&self) -> Option<&[u8]> {
-        self.tokenizer_json.as_deref()
+        self.identity.tokenizer_json()
     }
 
     /// One whole tensor; every parameter of [`Param::all`] is there.

@@ -17,15 +17,10 @@ pub fn sha256_hex(bytes: &[u8]) -> String {
 }
 
 impl Checkpoint {
-    /// Identifies model and vocabulary. `builtin_tokenizer_sha256` is the digest of the vocabulary that the caller
-    /// would use for a model without tokenizer.json.
+    /// Identifies model and vocabulary; see [`ModelIdentity::fingerprint`](crate::ModelIdentity::fingerprint).
     #[must_use]
     pub fn fingerprint(&self, builtin_tokenizer_sha256: &str) -> ModelFingerprint {
-        ModelFingerprint {
-            model: self.name().to_owned(),
-            vocab_size: self.config().vocab_size as u32,
-            tokenizer_sha256: self.tokenizer_json().map_or_else(|| builtin_tokenizer_sha256.to_owned(), sha256_hex),
-        }
+        self.identity().fingerprint(builtin_tokenizer_sha256)
     }
 
     /// Identifies the weights, so that prefill and decode can refuse a peer that has others: SHA-256 over the parsed

@@ -11,16 +11,16 @@ const INDEX: &str = "model.safetensors.index.json";
 const EXTENSION: &str = "safetensors";
 const ORIGINAL_DIR: &str = "original";
 
-pub(super) fn read_text(file: &Path) -> Result<String, CheckpointError> {
+pub(crate) fn read_text(file: &Path) -> Result<String, CheckpointError> {
     std::fs::read_to_string(file).map_err(|source| CheckpointError::Io { file: file.to_path_buf(), source })
 }
 
-pub(super) fn map(file: &Path) -> Result<FileBytes, CheckpointError> {
+pub(crate) fn map(file: &Path) -> Result<FileBytes, CheckpointError> {
     FileBytes::map(file).map_err(|source| CheckpointError::Io { file: file.to_path_buf(), source })
 }
 
 /// `dir/name`, or, for a directory called `original`, the file of that name beside it; `None` if neither exists.
-pub(super) fn beside(dir: &Path, name: &str) -> Option<PathBuf> {
+pub(crate) fn beside(dir: &Path, name: &str) -> Option<PathBuf> {
     let parent = resolved(dir).filter(|dir| dir.ends_with(ORIGINAL_DIR)).and_then(|dir| Some(dir.parent()?.join(name)));
     [Some(dir.join(name)), parent].into_iter().flatten().find(|path| path.is_file())
 }
@@ -92,7 +92,7 @@ fn safetensors_files(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 
 /// The model's name as its directory tells it: `gpt-oss-20b` for `models/gpt-oss-20b`, for `gpt-oss-20b/original`, and
 /// for `models--openai--gpt-oss-20b/snapshots/<commit>` in the cache of Hugging Face's hub.
-pub(super) fn model_name(dir: &Path) -> String {
+pub(crate) fn model_name(dir: &Path) -> String {
     let resolved = resolved(dir).unwrap_or_else(|| dir.to_path_buf());
     let names: Vec<String> = resolved.iter().rev().map(|name| name.to_string_lossy().into_owned()).collect();
     let names = match names.as_slice() {

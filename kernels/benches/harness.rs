@@ -2,14 +2,13 @@
 
 use device::{Device, DeviceBuffer, DeviceError, Stream};
 use half::bf16;
-use kernels::{KernelError, Kernels, Workspace};
+use kernels::{KernelError, Kernels};
 
 /// A device, and the rate that everything is compared with.
 pub(crate) struct Bench {
     device: Device,
     pub(crate) stream: Stream,
     pub(crate) kernels: Kernels,
-    pub(crate) workspace: Workspace,
     copy_gb_per_s: f64,
     random: Vec<u8>,
 }
@@ -33,7 +32,6 @@ impl Bench {
         };
         let stream = device.stream().unwrap();
         let kernels = Kernels::load(&device).unwrap();
-        let workspace = Workspace::new(&stream).unwrap();
         let mut state = 1_u64;
         let random = std::iter::repeat_with(|| {
             state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
@@ -41,7 +39,7 @@ impl Bench {
         })
         .take(RANDOM_BYTES)
         .collect();
-        let mut bench = Self { device, stream, kernels, workspace, copy_gb_per_s: 1.0, random };
+        let mut bench = Self { device, stream, kernels, copy_gb_per_s: 1.0, random };
         bench.copy_gb_per_s = bench.measure_copy();
         Some(bench)
     }

@@ -5,6 +5,8 @@
 //! launch), so the time is that of a kernel among others. *share* is bytes a microsecond over the copy rate (bytes read plus bytes
 //! written) measured in the same run. Bytes are those that must be moved: each operand once.
 
+#![allow(clippy::unwrap_used)] // an error here ends the measurement, and its text is all that anyone wants
+
 mod decode_attention;
 mod harness;
 mod prefill_attention;
@@ -14,13 +16,15 @@ mod token_wise;
 
 use harness::Bench;
 
+type Section = (&'static str, fn(&mut Bench));
+
 fn main() {
     let Some(mut bench) = Bench::open() else { return };
     println!("# Kernels on one {}\n", bench.device_name());
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
     // `cargo bench -p kernels -- skinny` runs the sections whose name contains `skinny`.
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let sections: [(&str, fn(&mut Bench)); 7] = [
+    let sections: [Section; 7] = [
         ("token_wise", token_wise::run),
         ("skinny_dense", skinny_gemm::dense),
         ("skinny_experts", skinny_gemm::experts),

@@ -3,9 +3,11 @@
 //! Knows: one operation at a time, on device memory that the caller owns. Must not know: a model, a step, a schedule (`engine`).
 //! Built without nvcc the crate is all there, but [`AVAILABLE`] is false and [`Kernels::load`] answers [`KernelError::NotBuilt`].
 //!
-//! One operation, one name: `cuda/rmsnorm/rmsnorm.cu`, `src/rmsnorm.rs`, `tests/rmsnorm.rs`, `benches/rmsnorm.rs`. An operation
-//! is a struct of its operands; `enqueue` checks them and puts the kernel on a stream. Every kernel waits for its predecessor
-//! before it touches what that one wrote, so consecutive launches overlap (programmatic dependent launch).
+//! One operation, one name: `cuda/rmsnorm/rmsnorm.cu`, `src/rmsnorm.rs`, `tests/rmsnorm.rs`; `benches/` times them, by kind. Measured
+//! figures are in `RESULTS.md`. An operation is a struct of its operands; `enqueue` checks them and puts the kernel on a
+//! stream. Every kernel waits for its predecessor before it touches what that one wrote, so consecutive launches overlap
+//! (programmatic dependent launch). **Weights are the exception**: matrices, norm weights and the router's are fetched before the
+//! predecessor has ended, so they must be complete when a kernel that reads them is enqueued, or a copy must lie between.
 //!
 //! Start with [`RmsNorm`], the simplest, then [`SkinnyGemm`], which streams the weights in decode, and [`TileGemm`], which keeps
 //! the tensor cores busy in prefill.

@@ -95,8 +95,8 @@ const _: () = assert!(size_of::<Args>() == 56);
 // SAFETY: the layout of `PackArgs` in pack_weights.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
-/// Packs bf16 matrices given as bytes, `[matrices, rows, k]`, row-major. With `interleaved`, rows are gate and up in turn and the
-/// matrix can feed SwiGLU.
+/// Packs bf16 matrices `[matrices, rows, k]`, row-major, and waits, since kernels read weights before their predecessor has ended.
+/// With `interleaved`, rows are gate and up in turn and the matrix can feed SwiGLU.
 ///
 /// # Errors
 /// `Dimension` unless rows are a multiple of 16 and k of 32, `Size` if the values do not fit, `Device` without memory.
@@ -111,6 +111,7 @@ pub fn pack_bf16(
     let mut packed = PackedWeights::allocate(stream, Format::Bf16, [matrices, rows, k], interleaved)?;
     let values = stream.input(&values).cast();
     launch(kernels, stream, &mut packed, values, DevicePtr::NULL, DevicePtrMut::NULL)?;
+    stream.synchronize()?;
     Ok(packed)
 }
 

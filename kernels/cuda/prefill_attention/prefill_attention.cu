@@ -100,10 +100,79 @@ __device__ void produce(const PrefillAttentionArgs& args, const Span& span, int&
 
 // What a lane holds of two rows (g and g + 8 of its warp's 16).
 struct Rows {
+    int64_t at[2];  // of the row's head in q and out
+    bool used[2];
+    int head[2];
     int position[2];  // of the query; the last key that it sees
     int first_key[2];
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+
+    __device__ Rows(const PrefillAttentionArgs& args, const Span& span) {
+        const int group = args.q_heads / args.kv_heads;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+            const int token = span.first_token + row / group;
+            used[half] = token < args.tokens;
+            head[half] = span.kv_head * group + row % group;
+            position[half] = args.start + token;
+            first_key[half] = args.window > 0 ? position[half] - args.window + 1 : 0;
+            at[half] = (static_cast<int64_t>(min(token, args.tokens - 1)) * args.q_heads + head[half]) * DIM;
+        }
+    }
 };
+
+__device__ void load_queries(const PrefillAttentionArgs& args, const Rows& rows, uint32_t (&q)[4][4]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(args.q + rows.at[half]);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            q[step][half] = words[step * 8 + t], q[step][half + 2] = words[step * 8 + 4 + t];
+        }
+    }
+}
+
+// Lets the sink into the sums, divides, writes.
+__device__ void write_rows(const PrefillAttentionArgs& args, const Rows& rows, const float (&out)[DIM / 2]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = rows.sum[half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (!rows.used[half]) continue;
+        const float sink = __bfloat162float(args.sinks[rows.head[half]]) * LOG2E, own = rows.max[half] * SCALE;
+        const float top = fmaxf(own, sink), weight = ptx::exp2_approx(own - top);
+        const float scale = weight / (sum * weight + ptx::exp2_approx(sink - top));
+        uint32_t* words = reinterpret_cast<uint32_t*>(args.out + rows.at[half]);
+#pragma unroll
+        for (int n = 0; n < DIM / 8; ++n) {
+            words[n * 4 + t] = ptx::pack_bf16(out[4 * n + 2 * half] * scale, out[4 * n + 2 * half + 1] * scale);
+        }
+    }
+}
+
+// Starts S = Q K^T, once the tile's keys and values have landed.
+__device__ __forceinline__ void start_scores(float (&s)[KEYS / 2], const uint32_t (&q)[4][4], uint32_t stage, uint64_t* full,
+                                             uint32_t phase) {
+    ptx::mbarrier_wait(full, phase);
+    const uint64_t keys = ptx::matrix_descriptor(stage);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) ptx::wgmma<KEYS>(s, q[step], keys + 2 * step, step > 0);
+    ptx::wgmma_commit();
+}
+
+// Starts O += P V.
+__device__ __forceinline__ void start_values(float (&out)[DIM / 2], const uint32_t (&p)[KEYS / 16][4], uint32_t stage) {
+    const uint64_t values = ptx::matrix_descriptor(stage + PLANE_BYTES);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step) ptx::wgmma_rows_of_64(out, p[step], values + 128 * step);
+    ptx::wgmma_commit();
+}
 
 // Scores to weights of the next product, in place; returns in `rescale` what earlier sums must be multiplied by. Few tiles have
 // masked keys, and their comparisons would cost as much as all the rest: hence a version without.
@@ -163,108 +232,54 @@ __device__ void clear_outside(uint8_t* values, int tile, const Span& span) {
 
 __device__ void consume(const PrefillAttentionArgs& args, const Span& span, int& stage, uint32_t& phase, uint8_t* stages,
                         Barriers& barriers) {
-    const int kv_head = span.kv_head;
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = args.q_heads / args.kv_heads;
-    Rows rows;
-    int64_t at[2];  // of the row's head in q and out
-    bool used[2];
-    uint32_t q[4][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = threadIdx.x / 32 * 16 + g + 8 * half;
-        const int token = span.first_token + row / group;
-        used[half] = token < args.tokens;
-        rows.position[half] = args.start + token;
-        rows.first_key[half] = args.window > 0 ? rows.position[half] - args.window + 1 : 0;
-        at[half] = (static_cast<int64_t>(min(token, args.tokens - 1)) * args.q_heads + kv_head * group + row % group) * DIM;
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(args.q + at[half]);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            q[step][half] = words[step * 8 + t], q[step][half + 2] = words[step * 8 + 4 + t];
-        }
-    }
     const uint32_t shared = ptx::shared_address(stages);
-    float s[KEYS / 2], out[DIM / 2];
+    Rows rows(args, span);
+    uint32_t q[4][4], p[KEYS / 16][4];
+    load_queries(args, rows, q);
+    float s[KEYS / 2], out[DIM / 2], rescale[2];
 #pragma unroll
     for (int i = 0; i < DIM / 2; ++i) out[i] = 0.0f;
-    const auto scores = [&](int of_stage, uint32_t of_phase) {
-        ptx::mbarrier_wait(&barriers.full[of_stage], of_phase);
-        const uint64_t keys = ptx::matrix_descriptor(shared + of_stage * STAGE_BYTES);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4; ++step) ptx::wgmma<KEYS>(s, q[step], keys + 2 * step, step > 0);
-        ptx::wgmma_commit();
-    };
-    // Whether some row of the block may not see some key of the tile.
-    const int least_position = args.start + span.first_token;
-    const auto masked = [&](int tile) {
-        const bool late = (tile + 1) * KEYS - 1 > least_position;
-        const bool early = args.window > 0 && tile * KEYS < span.end_key - args.window;
-        return late || early;
-    };
-    float rescale[2];
     const auto weigh = [&](int tile) {
-        if (masked(tile)) {
+        // Whether some row of the block may not see some key of the tile.
+        const bool late = (tile + 1) * KEYS - 1 > args.start + span.first_token;
+        const bool early = args.window > 0 && tile * KEYS < span.end_key - args.window;
+        if (late || early) {
             soften<true>(s, tile, rows, rescale);
         } else {
             soften<false>(s, tile, rows, rescale);
         }
     };
-    scores(stage, phase);
-    ptx::wgmma_wait_all();
-    weigh(span.first_tile);
-    const auto add_values = [&](int of_stage, const uint32_t(&p)[KEYS / 16][4]) {
-        const uint64_t values = ptx::matrix_descriptor(shared + of_stage * STAGE_BYTES + PLANE_BYTES);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < KEYS / 16; ++step) ptx::wgmma_rows_of_64(out, p[step], values + 128 * step);
-        ptx::wgmma_commit();
-    };
     const auto clear = [&](int tile) {
         if (tile * KEYS >= span.first_key && (tile + 1) * KEYS <= span.end_key) return;
         clear_outside(stages + stage * STAGE_BYTES + PLANE_BYTES, tile, span);
     };
-    uint32_t p[KEYS / 16][4];
+    start_scores(s, q, shared + stage * STAGE_BYTES, &barriers.full[stage], phase);
+    ptx::wgmma_wait_all();
+    weigh(span.first_tile);
     const int last_tile = span.end_tile - 1;
     for (int tile = span.first_tile; tile < last_tile; ++tile) {
         clear(tile);
         pack_weights(s, p);
         const int this_stage = stage;
         if (++stage == STAGES) stage = 0, phase ^= 1;
-        scores(stage, phase);
-        add_values(this_stage, p);
+        start_scores(s, q, shared + stage * STAGE_BYTES, &barriers.full[stage], phase);
+        start_values(out, p, shared + this_stage * STAGE_BYTES);
         ptx::wgmma_wait<1>();  // the scores; exponentials run beside the other product
         weigh(tile + 1);
         ptx::wgmma_wait_all();
-        if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[this_stage]);
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[this_stage]);
 #pragma unroll
         for (int i = 0; i < DIM / 2; ++i) out[i] *= rescale[i / 2 % 2];
     }
     clear(last_tile);
     pack_weights(s, p);
-    add_values(stage, p);
+    start_values(out, p, shared + stage * STAGE_BYTES);
     ptx::wgmma_wait_all();
-    if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[stage]);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[stage]);
     if (++stage == STAGES) stage = 0, phase ^= 1;
 #pragma unroll
     for (int i = 0; i < DIM / 2; ++i) ptx::pin(out[i]);
-
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float sum = rows.sum[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (!used[half]) continue;
-        const int head = kv_head * group + (threadIdx.x / 32 * 16 + g + 8 * half) % group;
-        const float sink = __bfloat162float(args.sinks[head]) * LOG2E, own = rows.max[half] * SCALE;
-        const float top = fmaxf(own, sink), weight = ptx::exp2_approx(own - top);
-        const float scale = weight / (sum * weight + ptx::exp2_approx(sink - top));
-        uint32_t* words = reinterpret_cast<uint32_t*>(args.out + at[half]);
-#pragma unroll
-        for (int n = 0; n < DIM / 8; ++n) {
-            words[n * 4 + t] = ptx::pack_bf16(out[4 * n + 2 * half] * scale, out[4 * n + 2 * half + 1] * scale);
-        }
-    }
+    write_rows(args, rows, out);
 }
 
 }  // namespace

@@ -82,6 +82,28 @@ __device__ void choose(const RouterArgs& args, int token, LogitOf logit_of) {
     }
 }
 
+// This warp's part of the logits of 16 experts and 8 tokens, into its place in `partial`. `x`: this lane's part of its token.
+template <int BLOCKS>
+__device__ void multiply(const uint4 (&weight)[2][BLOCKS], const __nv_bfloat16* x, int count, float (*partial)[TOKENS]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    uint4 columns[BLOCKS];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+        columns[b] = make_uint4(0, 0, 0, 0);
+        if (b < count) columns[b] = *reinterpret_cast<const uint4*>(x + b * 32);
+    }
+    float acc[2][4] = {};  // two chains
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+        const uint4 low = weight[0][b], high = weight[1][b];
+        const uint32_t a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
+        ptx::mma_bf16(acc[0], a0, columns[b].x, columns[b].y);
+        ptx::mma_bf16(acc[1], a1, columns[b].z, columns[b].w);
+    }
+    partial[g][2 * t] = acc[0][0] + acc[1][0], partial[g][2 * t + 1] = acc[0][1] + acc[1][1];
+    partial[g + 8][2 * t] = acc[0][2] + acc[1][2], partial[g + 8][2 * t + 1] = acc[0][3] + acc[1][3];
+}
+
 // BLOCKS: 32-blocks of k that a warp takes at most.
 template <int BLOCKS>
 __device__ void route(const RouterArgs& args) {
@@ -112,25 +134,7 @@ __device__ void route(const RouterArgs& args) {
          first_token += gridDim.x / CLUSTER * TOKENS) {
         const int token = min(first_token + g, args.tokens - 1);
         const __nv_bfloat16* x = args.x + static_cast<int64_t>(token) * args.k + first * 32 + 8 * t;
-        uint4 columns[BLOCKS];
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            columns[b] = make_uint4(0, 0, 0, 0);
-            if (b < count) columns[b] = *reinterpret_cast<const uint4*>(x + b * 32);
-        }
-        float acc[2][4] = {};  // two chains
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            const uint4 low = weight[0][b], high = weight[1][b];
-            const uint32_t a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
-            ptx::mma_bf16(acc[0], a0, columns[b].x, columns[b].y);
-            ptx::mma_bf16(acc[1], a1, columns[b].z, columns[b].w);
-        }
-        if (share < shares) {
-            float(*mine)[TOKENS] = partial + (share * strips + strip) * 16;
-            mine[g][2 * t] = acc[0][0] + acc[1][0], mine[g][2 * t + 1] = acc[0][1] + acc[1][1];
-            mine[g + 8][2 * t] = acc[0][2] + acc[1][2], mine[g + 8][2 * t + 1] = acc[0][3] + acc[1][3];
-        }
+        if (share < shares) multiply(weight, x, count, partial + (share * strips + strip) * 16);
         __syncthreads();
         for (int i = threadIdx.x; i < strips * 16 * TOKENS; i += WARPS * 32) {
             float sum = 0.0f;

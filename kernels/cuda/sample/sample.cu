@@ -9,7 +9,7 @@
 // histogram passes of 10 bits each. Without top-k and top-p the running sum follows the ids, in one pass.
 //
 // A row whose logits hold a NaN, or of which nothing is allowed, reports it in `status`; its token is 0.
-// Shared memory: a slice of logits (100 KB for 201088 tokens) and a histogram of 8 KB.
+// Shared memory: a slice of logits (100 KB for 201088 tokens) and a histogram of 12 KB.
 #include "../ptx/block_reduce.cuh"
 #include "philox.cuh"
 
@@ -60,8 +60,14 @@ constexpr float RANKS_A_UNIT = 1073741824.0f / MAX_DISTANCE;    // 2^30 / 28
 constexpr uint64_t EVERYTHING = ~0ull;
 constexpr uint32_t NEVER = ~0u;                                 // rank of a token without weight
 
+// Shared memory has no native 64-bit addition, so weights are counted in pieces of 14 bits, which a slice cannot overflow.
+constexpr int PIECES = 3, PIECE_BITS = 14;
+
 struct Shared {
-    uint64_t histogram[BINS];
+    union {
+        uint32_t pieces[PIECES][BINS];
+        uint64_t histogram[BINS];
+    };
     uint64_t slot[2];        // this block's part of a cluster-wide reduction, by turns
     uint64_t warp[WARPS];
     uint64_t found[2];
@@ -257,20 +263,45 @@ class Row {
         return value;
     }
 
+    __device__ void count(int bin, uint64_t value) {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const uint32_t part = value >> (piece * PIECE_BITS) & ((1u << PIECE_BITS) - 1);
+            if (part != 0) atomicAdd(&shared_.pieces[piece][bin], part);
+        }
+    }
+
+    // Puts each bin's pieces together, in their place.
+    __device__ void gather_pieces() {
+        __syncthreads();
+        uint64_t whole[BINS / THREADS] = {};
+#pragma unroll
+        for (int b = 0; b < BINS / THREADS; ++b) {
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                const uint64_t part = shared_.pieces[piece][threadIdx.x + b * THREADS];
+                whole[b] += part << (piece * PIECE_BITS);
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int b = 0; b < BINS / THREADS; ++b) shared_.histogram[threadIdx.x + b * THREADS] = whole[b];
+    }
+
     // The first token, in order of rank and id among those up to `bound`, at which the running sum of weights (or of tokens) reaches
     // `target`, as its order; `bound` itself if it never does.
     template <bool WEIGHTS>
     __device__ uint64_t select(uint64_t bound, uint64_t target) {
         uint32_t prefix = 0;  // of the rank, found so far
         for (int shift = 20; shift >= 0; shift -= 10) {
-            for (int i = threadIdx.x; i < BINS; i += THREADS) shared_.histogram[i] = 0;
+            for (int i = threadIdx.x; i < PIECES * BINS; i += THREADS) shared_.pieces[i / BINS][i % BINS] = 0;
             __syncthreads();
             for (int i = threadIdx.x; i < count_; i += THREADS) {
                 const uint32_t r = rank(i);
                 if (r >> (shift + 10) != prefix || r == NEVER || order(i) > bound) continue;
-                atomicAdd(reinterpret_cast<unsigned long long*>(&shared_.histogram[r >> shift & (BINS - 1)]),
-                          WEIGHTS ? weight(r) : 1ull);
+                count(r >> shift & (BINS - 1), WEIGHTS ? weight(r) : 1);
             }
+            gather_pieces();
             ptx::cluster_barrier();
             uint64_t bins[2] = {0, 0};
 #pragma unroll

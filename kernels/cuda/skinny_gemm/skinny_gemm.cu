@@ -13,7 +13,7 @@
 //   warp 17      epilogue: sums the partials in fixed order, adds bias, applies the activation, writes
 //
 // A group cut by the end of a block's part is finished by whoever arrives last: partial sums go through global memory and are added
-// in the order of the blocks. So the order of a sum depends on the matrix and the grid only: not on the batch, nor on timing.
+// in the order of the blocks. So the order of a sum depends on the matrix, the grid and the number of tiles, never on timing.
 // The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met.
 //
 // Shared memory: stages; partial sums 8 x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
@@ -233,6 +233,7 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
                     sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
                 }
             }
+            // The arrival of lane 0 releases its warp's writes, which racecheck does not credit: its hazards here are false.
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(&barriers.sums_full);
         }

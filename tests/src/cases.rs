@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use ::format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use anyhow::{Context, ensure};
 use futures_util::TryStreamExt;
 use serde::Deserialize;

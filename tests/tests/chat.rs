@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use ::format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use anyhow::{Context, anyhow, ensure};
 use futures_util::{StreamExt, stream};
 use tests::cases::{ChatCase, chat_cases, folded, whole};

@@ -1,6 +1,6 @@
 //! Log-probabilities as Chat Completions reports them.
 
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde::Serialize;
 use types::{SampledToken, TokenId};
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use format::chat::ChatFormat;
 use format::harmony::Harmony;
-use format::vocabulary::{Vocabulary, VocabularyError};
+use vocabulary::{Vocabulary, VocabularyError};
 use model::{Checkpoint, CheckpointError, ModelConfig};
 use types::ModelFingerprint;
 

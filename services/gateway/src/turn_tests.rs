@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use format::chat::{Answer, ChatFinish, ChatFormat, ChatStream, Delta, TurnContext};
 use format::harmony::Harmony;
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use types::{FinishReason, SampledToken};
 
 use super::{Flow, Piece, Turn, TurnEnd};

@@ -12,7 +12,7 @@ use format::chat::{
     ToolDefinition, completions,
 };
 use format::harmony::{BuiltinTool, Content, DeveloperBlock, Ending, Harmony, Message, RenderOptions, SystemBlock};
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde_json::{Map, Value, json};
 use types::{FinishReason, TokenId};
 

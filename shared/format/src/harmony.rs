@@ -21,7 +21,7 @@ use std::sync::Arc;
 use types::TokenId;
 
 use crate::chat::{ChatFormat, Conversation, Parser, Prompt, RenderError, Role, TurnContext};
-use crate::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 
 use control::ControlTokens;
 pub use control::MissingToken;

@@ -1,7 +1,7 @@
-//! Conversations to tokens and back: the [`chat::ChatFormat`] plug-in, Harmony, the vocabulary.
+//! Conversations to tokens and back: the [`chat::ChatFormat`] plug-in, and Harmony.
 //!
-//! Knows: vocabularies (bytes to token numbers and back), what a conversation is, how a model's chat format writes it down
-//! as tokens, and how the tokens that the model answers with become reasoning, text and tool calls again.
+//! Knows: what a conversation is, how a model's chat format writes it down as tokens, and how the tokens that the model
+//! answers with become reasoning, text and tool calls again.
 //! Must not know: HTTP, gRPC, how tokens are made (the engine knows no format, this crate knows no engine), the clock (the
 //! date of a prompt is an input), or randomness (tool calls are numbered here; the gateway gives them ids).
 //!
@@ -11,4 +11,3 @@
 
 pub mod chat;
 pub mod harmony;
-pub mod vocabulary;

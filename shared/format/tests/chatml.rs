@@ -11,7 +11,7 @@ use format::chat::{
     Answer, Channel, ChatFormat, ChatStream, ContentType, Conversation, Event, Header, Message, Parser, Prompt,
     Recipient, RenderError, Role, TurnContext,
 };
-use format::vocabulary::{Utf8Decoder, Vocabulary};
+use vocabulary::{Utf8Decoder, Vocabulary};
 use types::{FinishReason, TokenId};
 
 const THINK: (&str, &str) = ("<think>", "</think>");

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use format::chat::{Channel, ChatFormat, Event, Parser, Recipient, Role};
 use format::harmony::Harmony;
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use types::TokenId;
 
 /// Functions `get_weather` and `search` are declared.

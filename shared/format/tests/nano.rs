@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use format::chat::{Answer, ChatFormat, ChatStream, completions};
 use format::harmony::Harmony;
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde_json::{Value, json};
 use types::{FinishReason, TokenId};
 

@@ -9,7 +9,7 @@ use format::chat::{
     ToolCall, ToolDefinition,
 };
 use format::harmony::Harmony;
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use proptest::prelude::*;
 use serde_json::json;
 use types::{FinishReason, TokenId};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use engine::KvListener;
 use engine::cpu::{self, CpuOptions, LoadProgress};
 use engine::group::EngineGroup;
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use model::Checkpoint;
 use types::{KvLayout, ModelFingerprint, TokenId};
 

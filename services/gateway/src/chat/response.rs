@@ -2,7 +2,7 @@
 //! pieces.
 
 use format::chat::{Answer, ChatFinish, Delta};
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde::Serialize;
 
 use crate::ids::ResponseKey;

@@ -1,5 +1,5 @@
 use format::chat::{CallDelta, ChatFinish, Delta, TextDelta};
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde_json::{Value, json};
 use types::{SampledToken, Sampling, TokenLogprob};
 

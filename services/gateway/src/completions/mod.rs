@@ -8,7 +8,7 @@ pub use response::{CompletionWriter, FoldedCompletion, TextCompletion};
 
 use std::collections::BTreeMap;
 
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde::Deserialize;
 use serde_json::Value;
 use types::{Sampling, TokenId};

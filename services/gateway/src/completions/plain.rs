@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use format::chat::{Channel, Event, Header, Parser, Role};
-use format::vocabulary::{Utf8Decoder, Vocabulary};
+use vocabulary::{Utf8Decoder, Vocabulary};
 use types::TokenId;
 
 /// One answer without a channel's frame: every token's bytes, control tokens left out.

@@ -1,7 +1,7 @@
 //! Pieces of a continuation as the bodies of Completions.
 
 use format::chat::{ChatFinish, Delta};
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use types::SampledToken;

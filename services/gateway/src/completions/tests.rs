@@ -1,5 +1,5 @@
 use format::chat::{ChatFinish, ChatStream};
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use serde_json::{Value, json};
 use types::{FinishReason, SampledToken, TokenLogprob};
 

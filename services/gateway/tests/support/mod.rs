@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use chassis::net::TcpNetwork;
 use chassis::{Address, Listener, Network, Shutdown, Socket, Tasks};
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use types::TokenId;
 
 use crate::chat::conversation::Conversation;
-use crate::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 
 /// A chat format over a vocabulary. Implementations are immutable and shared by all requests.
 pub trait ChatFormat: Send + Sync {

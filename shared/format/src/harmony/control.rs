@@ -2,7 +2,7 @@
 
 use types::TokenId;
 
-use crate::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 
 /// The vocabulary is not one of Harmony's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -10,7 +10,7 @@ use types::TokenId;
 use super::control::{ControlTokens, Stop, Symbol};
 use super::header::{Break, Draft, Marker, Origin};
 use crate::chat::{Channel, Event, Header, Parser, Role};
-use crate::vocabulary::{Utf8Decoder, Vocabulary};
+use vocabulary::{Utf8Decoder, Vocabulary};
 
 /// Reads Harmony.
 #[derive(Debug)]

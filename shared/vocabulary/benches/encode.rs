@@ -1,13 +1,13 @@
 //! Encoding with o200k_harmony on one core, warm. Bytes of text per second; the bars are 5 MB/s of prose, and under one second
 //! for a megabyte that never lets a word end.
 //!
-//! `cargo bench -p format`
+//! `cargo bench -p vocabulary`
 
 use std::sync::Arc;
 
 use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
-use format::vocabulary::Vocabulary;
+use vocabulary::Vocabulary;
 
 fn main() {
     let vocabulary = Vocabulary::o200k_harmony();

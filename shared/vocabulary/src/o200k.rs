@@ -7,7 +7,7 @@ use types::TokenId;
 
 /// gzip of: number of tokens (u32, little endian), a byte with the length of each token, the bytes of all tokens.
 /// `examples/pack_o200k.rs` makes it; `data/README.md` says from what.
-const PACKED: &[u8] = include_bytes!("../../data/o200k_base.bin.gz");
+const PACKED: &[u8] = include_bytes!("../data/o200k_base.bin.gz");
 
 /// Spreads the hashes of the 199,998 tokens without collision. Finding one takes longer than all the rest; a collision would be a
 /// panic in [`pairs`], which every test of this vocabulary runs through.

@@ -1,6 +1,6 @@
 //! Makes `data/o200k_base.bin.gz` from the published `o200k_base.tiktoken` (lines of base64 and rank):
 //!
-//! `cargo run --release -p format --example pack_o200k -- o200k_base.tiktoken shared/format/data/o200k_base.bin.gz`
+//! `cargo run --release -p vocabulary --example pack_o200k -- o200k_base.tiktoken shared/vocabulary/data/o200k_base.bin.gz`
 
 use std::io::Write;
 

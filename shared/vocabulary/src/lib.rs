@@ -3,6 +3,9 @@
 //! A [`Vocabulary`] is a byte-level byte-pair encoding whose ranks are the token numbers, behind the pre-tokenizer of o200k,
 //! plus *special tokens*, which have a name and no bytes. Text is always encoded as text: no text ever becomes a special
 //! token; formats place those by number.
+//!
+//! Knows: tokenizer.json, the built-in ranks of o200k. Must not know: what any token means; chat formats do, and workers, which share
+//! this crate, never learn it. Start with [`Vocabulary`].
 
 mod o200k;
 mod split;

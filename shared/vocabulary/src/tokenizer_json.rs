@@ -285,10 +285,10 @@ fn special_tokens(added: Vec<AddedToken>, num_ordinary: usize) -> Result<Vec<(To
 mod tests {
     use serde_json::{Value, json};
 
-    use crate::vocabulary::Vocabulary;
+    use crate::Vocabulary;
 
     fn nano() -> Value {
-        serde_json::from_slice(include_bytes!("../../../model/gpt-oss-nano/tokenizer.json")).unwrap()
+        serde_json::from_slice(include_bytes!("../../model/gpt-oss-nano/tokenizer.json")).unwrap()
     }
 
     fn error_after(change: impl FnOnce(&mut Value)) -> String {

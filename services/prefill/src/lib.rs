@@ -21,7 +21,7 @@ use scheduler::PrefillScheduler;
 use tokio_util::task::TaskTracker;
 use transfer::Lanes;
 use transfer::host::HostSender;
-use types::{Role, WorkerDescription};
+use types::{KvLayout, Role, WorkerDescription};
 use worker::{NetworkConnector, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, step_loop};
 
 pub use config::Config;
@@ -61,19 +61,7 @@ async fn run_with_lanes(
 
     let admin = runtime.bind("admin", &config.admin_listen).await?;
     let listener = runtime.bind("grpc", &config.listen).await?;
-    let description = Arc::new(WorkerDescription {
-        peer: runtime.peer.clone(),
-        role: Role::Prefill,
-        fingerprint: model.fingerprint().clone(),
-        weights_sha256: model.checkpoint().weights_fingerprint(),
-        kv_layout: layout.clone(),
-        parallel: config.layout,
-        max_context_tokens: config.max_context_tokens,
-        eos_token_ids: model.checkpoint().stop_token_ids().to_vec(),
-        kv_endpoint: None,
-        max_sequences: 1,
-    });
-
+    let description = Arc::new(describe(&config, &model, &layout, &runtime));
     let (mailbox, inbox) = step_loop::mailbox(&config.step_loop);
     let transport = HostSender::new(
         Arc::new(NetworkConnector(Arc::clone(&runtime.network))),
@@ -121,4 +109,19 @@ async fn run_with_lanes(
         &runtime.tasks,
     );
     runtime.run(step_loop, &config.step_loop, on_drain).await
+}
+
+fn describe(config: &Config, model: &OpenModel, layout: &KvLayout, runtime: &Runtime) -> WorkerDescription {
+    WorkerDescription {
+        peer: runtime.peer.clone(),
+        role: Role::Prefill,
+        fingerprint: model.fingerprint().clone(),
+        weights_sha256: model.checkpoint().weights_fingerprint(),
+        kv_layout: layout.clone(),
+        parallel: config.layout,
+        max_context_tokens: config.max_context_tokens,
+        eos_token_ids: model.checkpoint().stop_token_ids().to_vec(),
+        kv_endpoint: None,
+        max_sequences: 1,
+    }
 }

@@ -33,6 +33,8 @@ pub struct DecodeAttention<'a> {
     pub layer: usize,
     /// Keys of each sequence, the newest included, `[batch]`; 0 for padding rows.
     pub contexts: View<'a, i32>,
+    /// Row of the page table of each query; `None`: query `b` is sequence `b`.
+    pub sequences: Option<View<'a, i32>>,
     /// Pages of the sequences.
     pub table: PageTable<'a>,
     /// Keys that a query sees, its own included; `None`: all.
@@ -53,6 +55,7 @@ struct Args {
     sinks: DevicePtr<bf16>,
     out: DevicePtrMut<bf16>,
     context: DevicePtr<i32>,
+    sequence: DevicePtr<i32>,
     page_table: DevicePtr<i32>,
     first_page: DevicePtr<i32>,
     partials: DevicePtrMut<f32>,
@@ -89,7 +92,13 @@ impl DecodeAttention<'_> {
         check.dimension("layer", self.layer, "below the group's layers", self.layer < self.cache.layers)?;
         check.size("q", batch * q_heads * HEAD_DIM, self.q.len())?;
         check.size("out", batch * q_heads * HEAD_DIM, self.out.len())?;
-        self.table.check(check, batch)?;
+        match &self.sequences {
+            Some(sequences) => {
+                check.size("sequences", batch, sequences.len())?;
+                self.table.check(check, 1)?;
+            }
+            None => self.table.check(check, batch)?,
+        }
         let keys = self.window.map_or(self.max_context, |window| self.max_context.min(window));
         let splits = splits(keys, batch * kv_heads, kernels.multiprocessors as usize);
         check.room("partials", batch * kv_heads * splits * GROUP * PART, self.workspace.partials.len())?;
@@ -107,6 +116,7 @@ impl DecodeAttention<'_> {
             sinks: stream.input(&self.sinks),
             out: stream.output(&mut self.out),
             context: stream.input(&self.contexts),
+            sequence: self.sequences.map_or(DevicePtr::NULL, |sequences| stream.input(&sequences)),
             page_table: stream.input(&self.table.pages),
             first_page: self.table.first_page.map_or(DevicePtr::NULL, |first| stream.input(&first)),
             partials: stream.output(&mut self.workspace.partials.view_mut()),

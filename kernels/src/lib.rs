@@ -16,6 +16,7 @@
 mod combine;
 mod decode_attention;
 mod dispatch;
+mod embed;
 mod error;
 mod gather_rows;
 mod kv_cache;
@@ -33,6 +34,7 @@ mod workspace;
 pub use combine::{Combine, CombineNorm};
 pub use decode_attention::DecodeAttention;
 pub use dispatch::{Dispatch, Routing};
+pub use embed::Embed;
 pub use error::{KernelError, Result};
 pub use gather_rows::GatherRows;
 pub use kv_cache::{KvCache, PageTable};

@@ -21,6 +21,7 @@ pub struct Kernels {
     pub(crate) combine: Kernel,
     pub(crate) decode_attention: Kernel,
     pub(crate) dispatch: Kernel,
+    pub(crate) embed: Kernel,
     pub(crate) gather_rows: Kernel,
     pub(crate) pack_bf16: Kernel,
     pub(crate) pack_mxfp4: Kernel,
@@ -46,6 +47,7 @@ impl Kernels {
             decode_attention: module(device, "decode_attention")?
                 .kernel("decode_attention", decode_attention::SHARED_BYTES)?,
             dispatch: module(device, "dispatch")?.kernel("dispatch", 0)?,
+            embed: module(device, "embed")?.kernel("embed", 0)?,
             gather_rows: module(device, "gather_rows")?.kernel("gather_rows", 0)?,
             pack_bf16: pack_weights.kernel("pack_bf16", 0)?,
             pack_mxfp4: pack_weights.kernel("pack_mxfp4", 0)?,

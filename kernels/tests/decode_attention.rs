@@ -58,6 +58,7 @@ fn check(case: &str, contexts: &[i32], heads: Heads, page_tokens: usize, window:
         cache: &cache,
         layer,
         contexts: device_contexts.view(),
+        sequences: None,
         table: PageTable { pages: table.view(), width, first_page: None },
         window,
         max_context,

@@ -8,6 +8,7 @@
 mod combine;
 mod decode_attention;
 mod dispatch;
+mod embed;
 mod gpu;
 mod mxfp4;
 mod prefill_attention;

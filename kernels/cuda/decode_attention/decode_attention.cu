@@ -25,7 +25,8 @@ struct DecodeAttentionArgs {
     const __nv_bfloat16* sinks;
     __nv_bfloat16* out;
     const int32_t* context;
-    const int32_t* page_table;  // [batch, table_width]
+    const int32_t* sequence;    // row of the page table of each query; null: the query's own number
+    const int32_t* page_table;  // [sequences, table_width]
     const int32_t* first_page;  // logical page of each row's first entry; null: 0
     float* partials;            // [batch, kv_heads, splits, 8, 68]: m, l, 2 unused, then 64 sums
     uint32_t* counters;         // [batch, kv_heads], zero between launches
@@ -145,8 +146,9 @@ __device__ __forceinline__ void add_tile(const uint32_t (&q)[4][2], uint32_t key
 __device__ void attend(const DecodeAttentionArgs& args, int sequence, int kv_head, const Work& work, uint8_t* ring,
                        uint64_t* full, State& state) {
     const int lane = threadIdx.x % 32;
-    const int first_page = args.first_page ? args.first_page[sequence] : 0;
-    const int32_t* table = args.page_table + static_cast<int64_t>(sequence) * args.table_width;
+    const int table_row = args.sequence ? args.sequence[sequence] : sequence;
+    const int first_page = args.first_page ? args.first_page[table_row] : 0;
+    const int32_t* table = args.page_table + static_cast<int64_t>(table_row) * args.table_width;
     const auto fetch = [&](int tile, int stage) {  // by lane 0
         const int position = tile * TILE;
         const int page = table[position / args.page_tokens - first_page];

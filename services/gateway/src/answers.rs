@@ -1,12 +1,14 @@
 //! The rim between the router's streams and the pure layers: each stream of sampled tokens becomes a stream of pieces,
 //! and the answers to one request are merged into one stream. Dropping it cancels them all.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::stream::{BoxStream, SelectAll, Stream, StreamExt};
 use tokio::sync::OwnedSemaphorePermit;
 use types::{GenerateEvent, RequestId};
 
+use crate::caller::Caller;
 use crate::error::ApiError;
 use crate::metrics::GatewayMetrics;
 use crate::router_link::Generation;
@@ -43,16 +45,28 @@ pub struct Answers {
     slot: Slot,
 }
 
-/// A place among the concurrent requests, given back when dropped.
+/// A place among the concurrent requests and among those of its caller, given back when dropped.
 pub(crate) struct Slot {
     _permit: OwnedSemaphorePermit,
+    _callers_permit: Option<OwnedSemaphorePermit>,
+    caller: Arc<Caller>,
     since: Instant,
 }
 
 impl Slot {
-    /// Taken by a request that arrives now.
-    pub(crate) fn new(permit: OwnedSemaphorePermit) -> Self {
-        Self { _permit: permit, since: Instant::now() }
+    /// Taken by a request of `caller` that arrived at `since`.
+    pub(crate) fn new(
+        permit: OwnedSemaphorePermit,
+        callers_permit: Option<OwnedSemaphorePermit>,
+        caller: Arc<Caller>,
+        since: Instant,
+    ) -> Self {
+        Self { _permit: permit, _callers_permit: callers_permit, caller, since }
+    }
+
+    /// Whose request it is.
+    pub(crate) fn caller(&self) -> &Arc<Caller> {
+        &self.caller
     }
 }
 
@@ -66,7 +80,9 @@ impl Answers {
         metrics: GatewayMetrics,
     ) -> Self {
         let num_answers = generations.len() as u32;
-        let streams = (0..).zip(generations).map(|(index, (generation, turn))| answer(index, generation, turn).boxed());
+        let streams = (0..)
+            .zip(generations)
+            .map(|(index, (generation, turn))| answer(index, generation, turn, Arc::clone(slot.caller())).boxed());
         let cost = Cost { prompt_tokens, ..Cost::default() };
         Self {
             events: futures_util::stream::select_all(streams),
@@ -126,6 +142,7 @@ fn answer(
     index: u32,
     mut generation: Generation,
     mut turn: Turn,
+    caller: Arc<Caller>,
 ) -> impl Stream<Item = Result<(AnswerEvent, u32), ApiError>> {
     let event = move |update| AnswerEvent { index, update };
     async_stream::try_stream! {
@@ -140,7 +157,9 @@ fn answer(
                     Err(ApiError::Internal { message: "the answer broke off".into() })?
                 }
             };
-            next_index += run.tokens.len() as u32;
+            let num_tokens = run.tokens.len() as u32;
+            next_index += num_tokens;
+            caller.charge_output(Instant::now(), num_tokens);
             for token in run.tokens {
                 if turn.push(token, &mut pieces) == Flow::Stopped {
                     break 'reading None;

@@ -2,12 +2,15 @@
 //! to a reader.
 
 use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
-use crate::config::ApiKeyConfig;
+use crate::caller::Caller;
+use crate::config::{ApiKeyConfig, KeyLimits};
 use crate::error::ApiError;
 
 /// SHA-256 of a key; written as 64 hexadecimal digits.
@@ -59,37 +62,61 @@ impl<'de> Deserialize<'de> for KeyDigest {
 }
 
 /// The keys that may come in.
-#[derive(Debug, Clone, Default)]
-pub struct Keys(Vec<ApiKeyConfig>);
+#[derive(Debug)]
+pub struct Keys {
+    known: Vec<KnownKey>,
+    /// All who come, if no keys are known.
+    everybody: Arc<Caller>,
+}
+
+#[derive(Debug)]
+struct KnownKey {
+    digest: KeyDigest,
+    suspended: bool,
+    owner: Arc<Caller>,
+}
 
 impl Keys {
-    /// These and no others; none at all lets everybody in.
+    /// These and no others; none at all lets everybody in. `per_key` is what a key may use that says nothing else.
     #[must_use]
-    pub fn new(keys: Vec<ApiKeyConfig>) -> Self {
-        Self(keys)
+    pub fn new(keys: &[ApiKeyConfig], per_key: KeyLimits, now: Instant) -> Self {
+        let mut known: Vec<KnownKey> = Vec::new();
+        for key in keys {
+            let of_same_name = known.iter().find(|earlier| earlier.owner.name() == key.name);
+            let owner = of_same_name.map_or_else(
+                || Arc::new(Caller::new(key.name.clone(), key.limits.or(per_key), now)),
+                |earlier| Arc::clone(&earlier.owner),
+            );
+            known.push(KnownKey { digest: key.sha256.clone(), suspended: key.suspended, owner });
+        }
+        Self { known, everybody: Arc::new(Caller::new("everybody".into(), per_key, now)) }
     }
 
-    /// The owner of the key in an `Authorization` header; `None` if no keys are configured. Takes the same time
-    /// whichever key it is and however much of it is right.
+    /// The owner of the key in an `Authorization` header. Takes the same time whichever key it is and however much of
+    /// it is right.
     ///
     /// # Errors
-    /// 401.
-    pub fn admit(&self, authorization: Option<&str>) -> Result<Option<&str>, ApiError> {
-        if self.0.is_empty() {
-            return Ok(None);
+    /// 401, and 403 for a key that is suspended.
+    pub fn admit(&self, authorization: Option<&str>) -> Result<&Arc<Caller>, ApiError> {
+        if self.known.is_empty() {
+            return Ok(&self.everybody);
         }
         let Some(key) = authorization.and_then(bearer) else {
             let message = "an API key is needed: send it as `Authorization: Bearer KEY`";
             return Err(ApiError::Unauthorized { message });
         };
         let digest = KeyDigest::of(key);
-        let mut owner = None;
-        for known in &self.0 {
-            if bool::from(known.sha256.0.ct_eq(&digest.0)) {
-                owner = Some(known.name.as_str());
+        let mut found = None;
+        for known in &self.known {
+            if bool::from(known.digest.0.ct_eq(&digest.0)) {
+                found = Some(known);
             }
         }
-        owner.map(Some).ok_or(ApiError::Unauthorized { message: "the API key is not known" })
+        match found {
+            None => Err(ApiError::Unauthorized { message: "the API key is not known" }),
+            Some(key) if key.suspended => Err(ApiError::Forbidden { message: "the API key is suspended" }),
+            Some(key) => Ok(&key.owner),
+        }
     }
 }
 
@@ -102,16 +129,42 @@ fn bearer(authorization: &str) -> Option<&str> {
 mod tests {
     use super::*;
 
+    fn key(name: &str, key: &str) -> ApiKeyConfig {
+        ApiKeyConfig {
+            name: name.into(),
+            sha256: KeyDigest::of(key),
+            suspended: name == "eve",
+            limits: KeyLimits::default(),
+        }
+    }
+
+    fn keys(keys: &[ApiKeyConfig]) -> Keys {
+        Keys::new(keys, KeyLimits::default(), Instant::now())
+    }
+
     #[test]
     fn only_known_keys_come_in_and_their_owner_is_told() {
-        let key = |name: &str, key: &str| ApiKeyConfig { name: name.into(), sha256: KeyDigest::of(key) };
-        let keys = Keys::new(vec![key("alice", "sk-a"), key("bob", "sk-b")]);
-        assert_eq!(keys.admit(Some("Bearer sk-b")), Ok(Some("bob")));
-        assert_eq!(keys.admit(Some("bearer sk-a")), Ok(Some("alice")));
+        let keys = keys(&[key("alice", "sk-a"), key("bob", "sk-b"), key("eve", "sk-e")]);
+        assert_eq!(keys.admit(Some("Bearer sk-b")).unwrap().name(), "bob");
+        assert_eq!(keys.admit(Some("bearer sk-a")).unwrap().name(), "alice");
         for refused in [None, Some(""), Some("sk-a"), Some("Basic sk-a"), Some("Bearer sk-"), Some("Bearer ")] {
             assert_eq!(keys.admit(refused).unwrap_err().status(), 401, "{refused:?}");
         }
-        assert_eq!(Keys::default().admit(None), Ok(None));
+        assert_eq!(keys.admit(Some("Bearer sk-e")).unwrap_err().status(), 403);
+    }
+
+    #[test]
+    fn without_keys_everybody_is_one_caller() {
+        let keys = keys(&[]);
+        assert!(Arc::ptr_eq(keys.admit(None).unwrap(), keys.admit(Some("Bearer sk-x")).unwrap()));
+    }
+
+    #[test]
+    fn keys_of_one_name_are_one_caller() {
+        let keys = keys(&[key("alice", "old"), key("bob", "sk-b"), key("alice", "new")]);
+        let caller = |key: &str| keys.admit(Some(key)).unwrap();
+        assert!(Arc::ptr_eq(caller("Bearer old"), caller("Bearer new")));
+        assert!(!Arc::ptr_eq(caller("Bearer old"), caller("Bearer sk-b")));
     }
 
     #[test]

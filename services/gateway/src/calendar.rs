@@ -1,4 +1,12 @@
-//! The date that prompts name.
+//! What day it is: for prompts, and for what is kept for a time.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Seconds since 1970, in UTC.
+#[must_use]
+pub fn unix_secs() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}
 
 /// The day, in UTC, of a time in seconds since the epoch: `YYYY-MM-DD`.
 ///

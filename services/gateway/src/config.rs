@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use chassis::net::tls::TlsConfig;
 use chassis::{Address, Problems, Validate};
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +23,9 @@ pub struct Config {
     pub admin_listen: Address,
     /// The router's gRPC address.
     pub router: Address,
+    /// TLS on both public ports, HTTP and gRPC; absent means that they are plain.
+    #[serde(default)]
+    pub tls: Option<TlsConfig>,
     /// Which model is served.
     pub model: ModelSource,
     /// Other names under which clients may ask for it.
@@ -39,6 +43,36 @@ pub struct Config {
     /// Web origins whose pages may call; `*` for all.
     #[serde(default)]
     pub cors_origins: Vec<String>,
+    /// Keeps responses of the Responses API, so that clients can get them again and go on from them; absent means that none are kept. A store
+    /// belongs to one gateway: with several replicas, a client's requests must reach the one that has its responses.
+    #[serde(default)]
+    pub responses_store: Option<ResponsesStoreConfig>,
+}
+
+/// Where responses are kept, and how long.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResponsesStoreConfig {
+    /// The file, made if it is not there; absent means memory, gone when the gateway ends. One gateway can have a file open at a time.
+    #[serde(default)]
+    pub file: Option<PathBuf>,
+    /// How long each response is kept.
+    #[serde(default = "ResponsesStoreConfig::default_keep_hours")]
+    pub keep_hours: u32,
+    /// Room for responses and their conversations, as JSON; the oldest make way for new ones.
+    #[serde(default = "ResponsesStoreConfig::default_bytes_max")]
+    pub bytes_max: u64,
+}
+
+impl ResponsesStoreConfig {
+    /// 30 days, as OpenAI does.
+    const fn default_keep_hours() -> u32 {
+        30 * 24
+    }
+
+    const fn default_bytes_max() -> u64 {
+        1 << 30
+    }
 }
 
 /// Where the model's name and vocabulary come from. Written as one word: `embedded-nano`, `gpt-oss-20b` or
@@ -121,6 +155,33 @@ pub struct LimitsConfig {
     pub slow_reader_timeout_ms: u64,
     /// Time for a whole request, from its arrival to the last token.
     pub request_timeout_ms: u64,
+    /// What each key may use that has no limits of its own; if there are no keys, what all clients together may use.
+    pub per_key: KeyLimits,
+}
+
+/// What one key may use; an absent limit is none. What exceeds one is refused with 429.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct KeyLimits {
+    /// Requests a minute, a minute's worth at once at most.
+    pub requests_per_minute: Option<u32>,
+    /// Tokens a minute, prompts and answers together. Answers are counted as they are written: one that exceeds the limit is not cut, but
+    /// delays the next request.
+    pub tokens_per_minute: Option<u32>,
+    /// Requests being answered at once.
+    pub concurrent_requests_max: Option<u32>,
+}
+
+impl KeyLimits {
+    /// These limits, and where one is absent that of `others`.
+    #[must_use]
+    pub fn or(self, others: Self) -> Self {
+        Self {
+            requests_per_minute: self.requests_per_minute.or(others.requests_per_minute),
+            tokens_per_minute: self.tokens_per_minute.or(others.tokens_per_minute),
+            concurrent_requests_max: self.concurrent_requests_max.or(others.concurrent_requests_max),
+        }
+    }
 }
 
 impl Default for LimitsConfig {
@@ -133,6 +194,7 @@ impl Default for LimitsConfig {
             choices_max: 8,
             slow_reader_timeout_ms: 30_000,
             request_timeout_ms: 3_600_000,
+            per_key: KeyLimits::default(),
         }
     }
 }
@@ -141,15 +203,27 @@ impl Default for LimitsConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ApiKeyConfig {
-    /// Names the key's owner in logs.
+    /// Names the key's owner in logs. Several keys of one name share its limits, those of the first of them, and see each other's responses.
     pub name: String,
     /// SHA-256 of the key, hexadecimal: `printf %s "$KEY" | sha256sum`.
     pub sha256: KeyDigest,
+    /// Whether the key is known but may not be used for now.
+    #[serde(default)]
+    pub suspended: bool,
+    /// What the key may use; what is absent here is as in `limits.per_key`.
+    #[serde(default)]
+    pub limits: KeyLimits,
 }
 
 impl Validate for Config {
     fn validate(&self, problems: &mut Problems) {
         problems.nested("limits", &self.limits);
+        for (idx, key) in self.api_keys.iter().enumerate() {
+            problems.nested(&format!("api_keys[{idx}].limits"), &key.limits);
+        }
+        if let Some(store) = &self.responses_store {
+            problems.nested("responses_store", store);
+        }
         for (idx, origin) in self.cors_origins.iter().enumerate() {
             let is_origin = origin == "*" || origin.starts_with("http://") || origin.starts_with("https://");
             let is_header = http::HeaderValue::from_str(origin).is_ok();
@@ -172,6 +246,23 @@ impl Validate for LimitsConfig {
         problems.range("slow_reader_timeout_ms", self.slow_reader_timeout_ms, 100..=3_600_000);
         problems.range("request_timeout_ms", self.request_timeout_ms, 100..=86_400_000);
         problems.check(self.prompt_tokens_max != Some(0), "prompt_tokens_max", "is 0, at least 1 is needed");
+        problems.nested("per_key", &self.per_key);
+    }
+}
+
+impl Validate for KeyLimits {
+    fn validate(&self, problems: &mut Problems) {
+        for (field, limit) in [
+            ("requests_per_minute", self.requests_per_minute),
+            ("tokens_per_minute", self.tokens_per_minute),
+            ("concurrent_requests_max", self.concurrent_requests_max),
+        ] {
+            problems.check(
+                limit != Some(0),
+                field,
+                "is 0, which lets nothing through: set `suspended` on the key instead",
+            );
+        }
     }
 }
 
@@ -214,6 +305,10 @@ mod tests {
         assert!(error.contains("cors_origins[0] is neither"), "{error}");
         let error = parse(&format!("{MINIMAL}api_keys: [{{ name: a, sha256: abc }}]\n")).unwrap_err();
         assert!(error.contains("api_keys[0].sha256"), "{error}");
+        let error = parse(&format!("{MINIMAL}limits: {{ per_key: {{ tokens_per_minute: 0 }} }}\n")).unwrap_err();
+        assert!(error.contains("limits.per_key.tokens_per_minute is 0"), "{error}");
+        let error = parse(&format!("{MINIMAL}responses_store: {{ bytes_max: 5 }}\n")).unwrap_err();
+        assert!(error.contains("responses_store.bytes_max is 5"), "{error}");
         let error = parse(&format!("{MINIMAL}limit: 1\n")).unwrap_err();
         assert!(error.contains("unknown field `limit`"), "{error}");
     }

@@ -25,6 +25,18 @@ pub enum ApiError {
         /// What is wrong with the key.
         message: &'static str,
     },
+    /// The key is known, but may not be used; 403.
+    #[error("{message}")]
+    Forbidden {
+        /// Why not.
+        message: &'static str,
+    },
+    /// No such response is kept, or not for this key; 404.
+    #[error("no response `{id}` is kept here")]
+    UnknownResponse {
+        /// The id asked for.
+        id: String,
+    },
     /// The served model has another name; 404.
     #[error("the model `{model}` does not exist; this server has `{served}`")]
     UnknownModel {
@@ -55,6 +67,14 @@ pub enum ApiError {
         /// The limit.
         limit_ms: u64,
     },
+    /// The body is not JSON by its own word; 415.
+    #[error("{header} is `{value}`: this server takes plain `application/json`")]
+    UnsupportedMediaType {
+        /// Which header says so.
+        header: &'static str,
+        /// What it says.
+        value: String,
+    },
     /// The body exceeds the limit; 413.
     #[error("the request body exceeds {limit_bytes} bytes")]
     BodyTooLarge {
@@ -77,6 +97,9 @@ pub enum ApiError {
         /// When to come again.
         retry_after: Duration,
     },
+    /// The client has not read its answer for too long; the last event of a stream, if at all.
+    #[error("the answer was not read in time")]
+    NotRead,
     /// The request's own time limit passed; 504.
     #[error("the request exceeded its time limit")]
     DeadlineExceeded,
@@ -126,10 +149,14 @@ impl ApiError {
         match self {
             Self::InvalidRequest { .. } => StatusCode::BAD_REQUEST,
             Self::Unauthorized { .. } => StatusCode::UNAUTHORIZED,
-            Self::UnknownModel { .. } | Self::UnknownPath { .. } => StatusCode::NOT_FOUND,
+            Self::Forbidden { .. } => StatusCode::FORBIDDEN,
+            Self::UnknownModel { .. } | Self::UnknownPath { .. } | Self::UnknownResponse { .. } => {
+                StatusCode::NOT_FOUND
+            }
             Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
-            Self::BodyTimeout { .. } => StatusCode::REQUEST_TIMEOUT,
+            Self::BodyTimeout { .. } | Self::NotRead => StatusCode::REQUEST_TIMEOUT,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::UnsupportedMediaType { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Overloaded { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
             Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
@@ -158,11 +185,14 @@ impl ApiError {
         let (kind, code) = match self {
             Self::InvalidRequest { code, .. } => ("invalid_request_error", *code),
             Self::Unauthorized { .. } => ("authentication_error", Some("invalid_api_key")),
+            Self::Forbidden { .. } => ("permission_error", Some("key_suspended")),
+            Self::UnknownResponse { .. } => ("invalid_request_error", Some("response_not_found")),
             Self::UnknownModel { .. } => ("invalid_request_error", Some("model_not_found")),
             Self::UnknownPath { .. } => ("invalid_request_error", Some("unknown_url")),
             Self::MethodNotAllowed { .. } => ("invalid_request_error", Some("method_not_allowed")),
-            Self::BodyTimeout { .. } => ("invalid_request_error", Some("request_timeout")),
+            Self::BodyTimeout { .. } | Self::NotRead => ("invalid_request_error", Some("request_timeout")),
             Self::BodyTooLarge { .. } => ("invalid_request_error", Some("request_too_large")),
+            Self::UnsupportedMediaType { .. } => ("invalid_request_error", Some("unsupported_media_type")),
             Self::Overloaded { .. } => ("rate_limit_error", Some("rate_limit_exceeded")),
             Self::Unavailable { .. } => ("server_error", Some("service_unavailable")),
             Self::DeadlineExceeded => ("server_error", Some("deadline_exceeded")),

@@ -1,7 +1,7 @@
 //! The only service that knows text: OpenAI-compatible HTTP and gRPC Chat.
 //!
 //! Knows: OpenAI's APIs, conversations (by way of `format`), and one router. Must not know: where tokens are computed,
-//! workers, KV caches. Stateless: every request carries its whole conversation.
+//! workers, KV caches. Stateless unless [`store`] is configured: every request carries its whole conversation.
 //!
 //! One request, in the order of the files: [`chat::lower`] (or that of [`completions`], [`responses`]) reads the body
 //! into a [`plan::ChatPlan`]; `service` renders it and starts one generation an answer through `router_link`;
@@ -13,9 +13,11 @@
 pub mod answers;
 pub mod auth;
 pub mod calendar;
+pub mod caller;
 pub mod chat;
 pub mod completions;
 pub mod config;
+mod delivery;
 pub mod error;
 mod grpc;
 mod http;
@@ -24,12 +26,14 @@ pub mod logprobs;
 mod metrics;
 pub mod params;
 pub mod plan;
+pub mod quota;
 pub mod responses;
 mod router_link;
 mod run;
 pub mod served_model;
 mod service;
 pub mod stop;
+pub mod store;
 pub mod turn;
 pub mod usage;
 

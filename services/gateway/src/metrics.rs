@@ -31,7 +31,10 @@ pub(crate) struct GatewayMetrics {
 impl GatewayMetrics {
     pub(crate) fn new(metrics: &Metrics) -> Self {
         Self {
-            requests: metrics.counters("gateway_requests", "HTTP requests by route and status of the response's head"),
+            requests: metrics.counters(
+                "gateway_requests",
+                "Requests by route and status of the response's head, that of gRPC calls as HTTP would say it",
+            ),
             in_flight: metrics.gauge("gateway_requests_in_flight", "Requests being answered"),
             first_piece_seconds: metrics.histogram(
                 "gateway_time_to_first_piece_seconds",

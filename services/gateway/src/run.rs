@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use chassis::admin::{Admin, Probe};
+use chassis::net::tls::{Tls, TlsError};
 use chassis::net::{grpc as grpc_net, http as http_net};
 use chassis::{Address, Metrics, Network, Shutdown, TaskFailure, Tasks};
 
@@ -11,6 +12,7 @@ use crate::metrics::GatewayMetrics;
 use crate::router_link::RouterLink;
 use crate::served_model::{ServedModel, ServedModelError};
 use crate::service::Service;
+use crate::store::{KeptResponses, StoreError};
 use crate::{grpc, http};
 
 /// Why the gateway could not start or had to end.
@@ -22,6 +24,12 @@ pub enum GatewayError {
     /// An address cannot be listened on; the text names it.
     #[error(transparent)]
     Bind(#[from] std::io::Error),
+    /// The certificate cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// Responses cannot be kept.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// A task that the gateway cannot do without has failed.
     #[error(transparent)]
     Task(#[from] TaskFailure),
@@ -33,13 +41,26 @@ pub enum GatewayError {
 /// As [`GatewayError`] says.
 pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) -> Result<(), GatewayError> {
     let tasks = Tasks::new(shutdown.clone());
-    let listener = network.bind("http", &config.listen).await?;
+    let mut listener = network.bind("http", &config.listen).await?;
     let admin_listener = network.bind("admin", &config.admin_listen).await?;
-    let grpc_listener = match &config.grpc_listen {
+    let mut grpc_listener = match &config.grpc_listen {
         Some(address) => Some(network.bind("grpc", address).await?),
         None => None,
     };
+    if let Some(tls) = &config.tls {
+        let tls = Tls::start(&tasks, tls.clone()).await?;
+        listener = tls.secure(listener);
+        grpc_listener = grpc_listener.map(|listener| tls.secure(listener));
+    }
     let model = load(config.model.clone()).await?;
+    let kept_responses = match config.responses_store.clone() {
+        None => None,
+        Some(store) => {
+            let tasks = tasks.clone();
+            let opening = tokio::task::spawn_blocking(move || KeptResponses::open(&tasks, &store)).await;
+            Some(opening.map_err(|panic| TaskFailure { task: "response store", reason: panic.to_string() })??)
+        }
+    };
 
     let registry = Metrics::new();
     let metrics = GatewayMetrics::new(&registry);
@@ -50,7 +71,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         "gateway started"
     );
     warn_if_open(&config, listener.local());
-    let service = Arc::new(Service::new(model, config, router, metrics, tasks.clone()));
+    let service = Arc::new(Service::new(model, config, router, metrics, tasks.clone(), kept_responses));
     registry.before_scrape({
         let service = Arc::clone(&service);
         move || {

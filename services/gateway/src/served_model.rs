@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use format::chat::ChatFormat;
 use format::harmony::Harmony;
-use vocabulary::{Vocabulary, VocabularyError};
-use model::{Checkpoint, CheckpointError, ModelConfig};
+use model::{CheckpointError, ModelConfig, ModelIdentity};
 use types::ModelFingerprint;
+use vocabulary::{Vocabulary, VocabularyError};
 
 use crate::config::ModelSource;
 
@@ -22,7 +22,7 @@ pub struct ServedModel {
 /// Why a model cannot be spoken for.
 #[derive(Debug, thiserror::Error)]
 pub enum ServedModelError {
-    /// Its directory cannot be read.
+    /// Its config.json or tokenizer.json cannot be read. Weights are not needed here.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// Its vocabulary cannot be used.
@@ -49,19 +49,19 @@ impl ServedModel {
     /// # Errors
     /// As [`ServedModelError`] says.
     pub fn load(source: &ModelSource) -> Result<Self, ServedModelError> {
-        let checkpoint = match source {
-            ModelSource::EmbeddedNano => Checkpoint::embedded_nano(),
-            ModelSource::Directory(path) => Checkpoint::open(path)?,
+        let identity = match source {
+            ModelSource::EmbeddedNano => ModelIdentity::embedded_nano(),
+            ModelSource::Directory(path) => ModelIdentity::open(path)?,
             ModelSource::Released(name) => return Self::released(name),
         };
-        let Some(tokenizer_json) = checkpoint.tokenizer_json() else {
+        let Some(tokenizer_json) = identity.tokenizer_json() else {
             let vocabulary = Vocabulary::o200k_harmony();
-            return Self::new(checkpoint.fingerprint(vocabulary.fingerprint()), vocabulary);
+            return Self::new(identity.fingerprint(vocabulary.fingerprint()), vocabulary);
         };
-        let model = || checkpoint.name().to_owned();
+        let model = || identity.name().to_owned();
         let vocabulary = Vocabulary::from_tokenizer_json(tokenizer_json)
             .map_err(|cause| ServedModelError::Vocabulary { model: model(), cause })?;
-        Self::new(checkpoint.fingerprint(vocabulary.fingerprint()), Arc::new(vocabulary))
+        Self::new(identity.fingerprint(vocabulary.fingerprint()), Arc::new(vocabulary))
     }
 
     fn released(name: &str) -> Result<Self, ServedModelError> {

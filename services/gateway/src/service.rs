@@ -2,7 +2,7 @@
 //! and starting generations.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use chassis::Tasks;
 use format::chat::{ChatStream, Conversation, Prompt, TurnContext};
@@ -12,7 +12,9 @@ use tonic::metadata::MetadataMap;
 use types::{GenerateRequest, RequestId, Sampling, TokenId};
 
 use crate::answers::{Answers, Slot};
-use crate::calendar::utc_date;
+use crate::auth::Keys;
+use crate::calendar::{unix_secs, utc_date};
+use crate::caller::Caller;
 use crate::chat::ResponseHead;
 use crate::completions::PlainParser;
 use crate::config::Config;
@@ -22,6 +24,7 @@ use crate::metrics::GatewayMetrics;
 use crate::plan::{ChatPlan, LoweringContext, PromptDefaults, refuse_constraints};
 use crate::router_link::RouterLink;
 use crate::served_model::ServedModel;
+use crate::store::KeptResponses;
 use crate::turn::Turn;
 
 /// When a refused client should come again: the gateway's own slots free up at about this pace.
@@ -72,6 +75,10 @@ pub(crate) struct Service {
     pub(crate) metrics: GatewayMetrics,
     /// What answers run on.
     pub(crate) tasks: Tasks,
+    /// Who may come in.
+    pub(crate) keys: Arc<Keys>,
+    /// `None`: none are kept.
+    pub(crate) kept_responses: Option<KeptResponses>,
     slots: Arc<Semaphore>,
 }
 
@@ -82,17 +89,22 @@ impl Service {
         router: RouterLink,
         metrics: GatewayMetrics,
         tasks: Tasks,
+        kept_responses: Option<KeptResponses>,
     ) -> Self {
         let slots = Arc::new(Semaphore::new(config.limits.concurrent_requests_max));
-        Self { model, config, router, metrics, tasks, slots }
+        let keys = Arc::new(Keys::new(&config.api_keys, config.limits.per_key, Instant::now()));
+        Self { model, config, router, metrics, tasks, keys, kept_responses, slots }
     }
 
-    /// A place among the concurrent requests.
-    pub(crate) fn admit(&self) -> Result<Slot, ApiError> {
-        Arc::clone(&self.slots).try_acquire_owned().map(Slot::new).map_err(|_| ApiError::Overloaded {
+    /// A place among the concurrent requests, counted as one of `caller`'s.
+    pub(crate) fn admit(&self, caller: &Arc<Caller>) -> Result<Slot, ApiError> {
+        let permit = Arc::clone(&self.slots).try_acquire_owned().map_err(|_| ApiError::Overloaded {
             message: format!("{} requests are being answered already", self.config.limits.concurrent_requests_max),
             retry_after: RETRY_AFTER,
-        })
+        })?;
+        let now = Instant::now();
+        let callers_permit = caller.begin_request(now)?;
+        Ok(Slot::new(permit, callers_permit, Arc::clone(caller), now))
     }
 
     /// Requests being answered now.
@@ -150,12 +162,13 @@ impl Service {
     pub(crate) async fn answer(&self, call: &Call, job: Job, slot: Slot) -> Result<Answers, ApiError> {
         let info = self.router.info()?;
         let requests = self.requests(&call.id, &job, info.max_context_tokens)?;
-        let prompt_tokens: usize = job.prompts.iter().map(Vec::len).sum();
+        let prompt_tokens = job.prompts.iter().map(Vec::len).sum::<usize>() as u32;
+        slot.caller().spend_prompt(Instant::now(), prompt_tokens, job.prompt_param)?;
         let generations =
             try_join_all(requests.into_iter().map(|request| self.router.generate(request, &call.trace))).await?;
         let turns = generations.into_iter().map(|generation| (generation, self.turn(&job)));
-        self.metrics.prompt_tokens.inc_by(prompt_tokens as u64);
-        Ok(Answers::new(call.id.clone(), turns.collect(), prompt_tokens as u32, slot, self.metrics.clone()))
+        self.metrics.prompt_tokens.inc_by(u64::from(prompt_tokens));
+        Ok(Answers::new(call.id.clone(), turns.collect(), prompt_tokens, slot, self.metrics.clone()))
     }
 
     /// An answer failed after its first byte.
@@ -196,6 +209,7 @@ impl Service {
                     sampling: Sampling { choice, ..job.sampling.clone() },
                     stop_token_ids: stop_token_ids.clone(),
                     max_tokens: job.max_tokens.map_or(room, |max_tokens| max_tokens.min(room)),
+                    constraint: None,
                     timeout,
                 };
                 request.validate(self.model.fingerprint.vocab_size, max_context_tokens).map_err(|error| {
@@ -268,10 +282,6 @@ fn numbered(id: &RequestId, idx: usize) -> RequestId {
     let suffix = format!(".{idx}");
     let kept = id.as_str().len().min(RequestId::MAX_LEN - suffix.len());
     RequestId::new(&format!("{}{suffix}", &id.as_str()[..kept])).expect("visible ASCII, cut to the allowed length")
-}
-
-fn unix_secs() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
 }
 
 fn draw_seed() -> u64 {

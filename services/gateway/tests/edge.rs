@@ -7,11 +7,14 @@ mod support;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use support::{Fleet, Step, config};
+use support::{Fleet, Step, config, key};
 use types::FinishReason;
 
-use gateway::auth::KeyDigest;
-use gateway::config::{ApiKeyConfig, Config, LimitsConfig};
+use gateway::config::{ApiKeyConfig, Config, KeyLimits, LimitsConfig, ResponsesStoreConfig};
+
+fn suspended(name: &str) -> ApiKeyConfig {
+    ApiKeyConfig { suspended: true, ..key(name) }
+}
 
 async fn fleet(config: Config) -> Fleet {
     let script = |_: &wire::pb::GenerateRequest| Ok(vec![Step::Tokens(vec![40, 41]), Step::Finish(FinishReason::Stop)]);
@@ -51,7 +54,86 @@ async fn every_refusal_has_openais_shape() {
     let deep = "[".repeat(3000);
     let deep = fleet.client.post(format!("{}/v1/chat/completions", fleet.http)).body(deep).send().await.unwrap();
     error(deep, 400, "invalid_json").await;
+    let form = fleet.client.post(format!("{}/v1/chat/completions", fleet.http));
+    let form = form.header("content-type", "application/x-www-form-urlencoded").body("{}").send();
+    error(form.await.unwrap(), 415, "unsupported_media_type").await;
+    let packed = fleet.client.post(format!("{}/v1/completions", fleet.http)).header("content-encoding", "gzip");
+    error(packed.body("{}").send().await.unwrap(), 415, "unsupported_media_type").await;
+    let body = json!({ "input": "hi", "store": true });
+    error(fleet.post("/v1/responses", body).await, 400, "unsupported_value").await;
+    error(fleet.get("/v1/responses/resp_1").await, 400, "unsupported_value").await;
     assert_eq!(fleet.chat(json!({ "model": "openai/nano" })).await.status(), 200, "an alias");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_key_has_its_own_limits() {
+    let limits = LimitsConfig {
+        per_key: KeyLimits { requests_per_minute: Some(2), ..KeyLimits::default() },
+        ..LimitsConfig::default()
+    };
+    let frugal = KeyLimits { tokens_per_minute: Some(100), requests_per_minute: Some(10), ..KeyLimits::default() };
+    let keys = vec![key("sk-1"), ApiKeyConfig { limits: frugal, ..key("sk-2") }];
+    let fleet = fleet(Config { limits, api_keys: keys, ..config() }).await;
+    let ask = async |key: &str| {
+        let body = json!({ "messages": [{ "role": "user", "content": "hi" }] });
+        let url = format!("{}/v1/chat/completions", fleet.http);
+        fleet.client.post(url).bearer_auth(key).json(&body).send().await.unwrap()
+    };
+    for _ in 0..2 {
+        assert_eq!(ask("sk-1").await.status(), 200);
+    }
+    let refused = ask("sk-1").await;
+    let wait_ms: u64 = refused.headers()["retry-after-ms"].to_str().unwrap().parse().unwrap();
+    assert!((1..=30_000).contains(&wait_ms), "{wait_ms}");
+    let body = error(refused, 429, "rate_limit_exceeded").await;
+    assert_eq!(body["error"]["message"], "this key may send 2 requests a minute");
+
+    // A prompt has about 70 tokens and an answer 2: one fits into the minute, two do not.
+    assert_eq!(ask("sk-2").await.status(), 200, "other keys are not touched");
+    let body = error(ask("sk-2").await, 429, "rate_limit_exceeded").await;
+    assert_eq!(body["error"]["message"], "this key may use 100 tokens a minute");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn responses_are_kept_where_configured_and_can_be_gone_on_from() {
+    let store = ResponsesStoreConfig { file: None, keep_hours: 1, bytes_max: 1 << 20 };
+    let fleet =
+        fleet(Config { responses_store: Some(store), api_keys: vec![key("sk-1"), key("sk-2")], ..config() }).await;
+    let send = async |method: reqwest::Method, path: &str, key: &str, body: Value| {
+        let request = fleet.client.request(method, format!("{}/v1/responses{path}", fleet.http)).bearer_auth(key);
+        request.json(&body).send().await.unwrap()
+    };
+    let first: Value = send(reqwest::Method::POST, "", "sk-1", json!({ "input": "one" })).await.json().await.unwrap();
+    assert_eq!(first["store"], true);
+    let path = format!("/{}", first["id"].as_str().unwrap());
+    let again: Value = send(reqwest::Method::GET, &path, "sk-1", json!({})).await.json().await.unwrap();
+    assert_eq!(again, first);
+
+    let body = json!({ "input": "two", "previous_response_id": first["id"], "stream": true });
+    let second = send(reqwest::Method::POST, "", "sk-1", body.clone()).await.text().await.unwrap();
+    let (_, completed) = support::sse(&second).pop().unwrap();
+    let completed: Value = serde_json::from_str(&completed).unwrap();
+    assert_eq!(completed["response"]["previous_response_id"], first["id"]);
+    let prompt = fleet.received.lock().unwrap()[1].prompt_tokens.clone();
+    let said = fleet.model.vocabulary().decode(&prompt);
+    assert!(
+        said.contains("<|message|>one<|end|>") && said.ends_with("<|message|>two<|end|><|start|>assistant"),
+        "{said}"
+    );
+    let third = json!({ "input": "three", "previous_response_id": completed["response"]["id"], "store": false });
+    let third: Value = send(reqwest::Method::POST, "", "sk-1", third).await.json().await.unwrap();
+    assert_eq!(third["store"], false);
+    let said = fleet.model.vocabulary().decode(&fleet.received.lock().unwrap()[2].prompt_tokens);
+    assert!(said.contains("one<|end|>") && said.contains("two<|end|>"), "{said}");
+
+    let unkept = format!("/{}", third["id"].as_str().unwrap());
+    error(send(reqwest::Method::GET, &unkept, "sk-1", json!({})).await, 404, "response_not_found").await;
+    error(send(reqwest::Method::GET, &path, "sk-2", json!({})).await, 404, "response_not_found").await;
+    error(send(reqwest::Method::POST, "", "sk-2", body.clone()).await, 400, "previous_response_not_found").await;
+    let deleted: Value = send(reqwest::Method::DELETE, &path, "sk-1", json!({})).await.json().await.unwrap();
+    assert_eq!(deleted["deleted"], true);
+    error(send(reqwest::Method::DELETE, &path, "sk-1", json!({})).await, 404, "response_not_found").await;
+    error(send(reqwest::Method::POST, "", "sk-1", body).await, 400, "previous_response_not_found").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -80,11 +162,10 @@ async fn one_request_too_many_is_sent_away_and_a_finished_one_makes_room() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn keys_guard_the_api_but_not_health() {
-    let key = ApiKeyConfig { name: "alice".into(), sha256: KeyDigest::of("sk-1") };
-    let fleet = fleet(Config { api_keys: vec![key], ..config() }).await;
+    let fleet = fleet(Config { api_keys: vec![key("sk-1"), suspended("sk-3")], ..config() }).await;
     error(fleet.chat(json!({})).await, 401, "invalid_api_key").await;
     error(fleet.get("/v1/models").await, 401, "invalid_api_key").await;
-    for (key, status) in [("sk-1", 200), ("sk-2", 401)] {
+    for (key, status) in [("sk-1", 200), ("sk-2", 401), ("sk-3", 403)] {
         let request = fleet.client.get(format!("{}/v1/models", fleet.http)).bearer_auth(key);
         assert_eq!(request.send().await.unwrap().status(), status, "{key}");
     }

@@ -12,9 +12,9 @@ use format::chat::{
     ToolDefinition, completions,
 };
 use format::harmony::{BuiltinTool, Content, DeveloperBlock, Ending, Harmony, Message, RenderOptions, SystemBlock};
-use vocabulary::Vocabulary;
 use serde_json::{Map, Value, json};
 use types::{FinishReason, TokenId};
+use vocabulary::Vocabulary;
 
 #[test]
 fn harmony_cases() {

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use chassis::net::grpc::{ChannelLimits, channel};
 use futures_util::StreamExt;
-use gateway::auth::KeyDigest;
-use gateway::config::{ApiKeyConfig, Config};
+use gateway::config::{Config, LimitsConfig, ModelSource};
+use gateway::served_model::ServedModel;
 use serde_json::{Value, json};
-use support::{Fleet, Step, config, sse};
+use support::{Fleet, Step, config, key, sse, tokens};
 use tonic::Code;
 use types::FinishReason;
 use wire::pb::chat_response::Event;
@@ -147,12 +147,38 @@ async fn grpc_refusals_carry_reasons_deadlines_go_on_and_a_dropped_stream_cancel
 
 #[tokio::test(flavor = "multi_thread")]
 async fn grpc_asks_for_keys_and_tells_its_health() {
-    let key = ApiKeyConfig { name: "alice".into(), sha256: KeyDigest::of("sk-1") };
-    let fleet =
-        Fleet::answering(Config { api_keys: vec![key], ..config() }, ANSWER, Step::Finish(FinishReason::Stop)).await;
+    let config = Config { api_keys: vec![key("sk-1")], ..config() };
+    let fleet = Fleet::answering(config, ANSWER, Step::Finish(FinishReason::Stop)).await;
     let mut client = grpc(&fleet).await;
     assert_eq!(client.chat(asking("?")).await.unwrap_err().code(), Code::Unauthenticated);
     let mut request = tonic::Request::new(asking("?"));
     request.metadata_mut().insert("authorization", "Bearer sk-1".parse().unwrap());
     assert!(client.chat(request).await.is_ok());
+    let metrics = fleet.client.get(format!("{}/metrics", fleet.admin)).send().await.unwrap().text().await.unwrap();
+    for status in [200, 401] {
+        let line = format!(r#"damask_gateway_requests_total{{route="/damask.v1.Gateway/Chat",status="{status}"}} 1"#);
+        assert!(metrics.lines().any(|found| found == line), "{line} is not in\n{metrics}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn grpc_gives_a_client_up_that_does_not_read_and_tells_it_so() {
+    let limits = LimitsConfig { slow_reader_timeout_ms: 200, ..LimitsConfig::default() };
+    let model = ServedModel::load(&ModelSource::EmbeddedNano).unwrap();
+    let header = tokens(model.vocabulary(), "<|channel|>final<|message|>");
+    // 10 MB: more than the windows of HTTP/2 and all buffers hold.
+    let script = move |_: &pb::GenerateRequest| {
+        let content = std::iter::repeat_n(Step::Tokens(vec![40; 64]), 10_000);
+        Ok([Step::Tokens(header.clone())].into_iter().chain(content).chain([Step::Hang]).collect())
+    };
+    let fleet = Fleet::start_with(Config { limits, ..config() }, |ours| ours, script).await;
+    fleet.until_ready().await;
+    let mut unread = grpc(&fleet).await.chat(asking("?")).await.unwrap().into_inner();
+    fleet.until_cancelled().await;
+    let mut last = unread.next().await;
+    while let Some(Ok(_)) = last {
+        last = unread.next().await;
+    }
+    let status = last.unwrap().unwrap_err();
+    assert_eq!(wire::status::reason(&status).as_deref(), Some("NOT_READ"), "{status:?}");
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use format::chat::{ChatFinish, Delta, TextDelta};
 use futures_util::stream::{BoxStream, Stream, StreamExt};
+use http::StatusCode;
 use tonic::{Code, Request, Response, Status};
 use types::RequestId;
 use wire::pb::chat_response::Event;
@@ -12,29 +13,31 @@ use wire::pb::{self, gateway_server::Gateway};
 
 use super::lower::{self, ChatCall};
 use crate::answers::{Answers, Update};
-use crate::auth::Keys;
 use crate::chat::ResponseHead;
+use crate::delivery::deliver;
 use crate::error::ApiError;
 use crate::ids::ResponseKey;
+use crate::metrics::RequestLabels;
 use crate::service::{Call, Job, Service, offload};
 use crate::usage::Cost;
+
+/// What metrics call it.
+const CHAT_ROUTE: &str = "/damask.v1.Gateway/Chat";
 
 /// Serves `Gateway.Chat`.
 pub(crate) struct ChatServer {
     service: Arc<Service>,
-    keys: Keys,
 }
 
 impl ChatServer {
     pub(super) fn new(service: Arc<Service>) -> Self {
-        let keys = Keys::new(service.config.api_keys.clone());
-        Self { service, keys }
+        Self { service }
     }
 
     async fn start(&self, request: Request<pb::ChatRequest>) -> Result<(Call, u64, Answers), ApiError> {
         let trace = request.metadata().clone();
-        self.keys.admit(trace.get("authorization").and_then(|value| value.to_str().ok()))?;
-        let slot = self.service.admit()?;
+        let authorization = trace.get("authorization").and_then(|value| value.to_str().ok());
+        let slot = self.service.admit(self.service.keys.admit(authorization)?)?;
         let deadline = grpc_timeout(&trace);
         let request = request.into_inner();
         let bytes = prost::Message::encoded_len(&request);
@@ -60,9 +63,14 @@ impl Gateway for ChatServer {
     type ChatStream = BoxStream<'static, Result<pb::ChatResponse, Status>>;
 
     async fn chat(&self, request: Request<pb::ChatRequest>) -> Result<Response<Self::ChatStream>, Status> {
-        let (call, seed, answers) = self.start(request).await.map_err(|error| to_status(&error))?;
+        let outcome = self.start(request).await;
+        let status = outcome.as_ref().map_or_else(ApiError::status, |_| StatusCode::OK).as_u16();
+        self.service.metrics.requests.get_or_create(&RequestLabels { route: CHAT_ROUTE.into(), status }).inc();
+        let (call, seed, answers) = outcome.map_err(|error| to_status(&error))?;
         let head = self.service.response_head();
-        Ok(Response::new(events(Arc::clone(&self.service), call.id, head, seed, answers).boxed()))
+        let events = events(Arc::clone(&self.service), call.id.clone(), head, seed, answers);
+        let given_up = Err(to_status(&ApiError::NotRead));
+        Ok(Response::new(deliver(&self.service, call.id, events, given_up).boxed()))
     }
 }
 
@@ -139,6 +147,10 @@ fn to_status(error: &ApiError) -> Status {
         ApiError::InvalidRequest { .. } => (Code::InvalidArgument, "INVALID_REQUEST"),
         ApiError::BodyTooLarge { .. } => (Code::InvalidArgument, "REQUEST_TOO_LARGE"),
         ApiError::Unauthorized { .. } => (Code::Unauthenticated, "INVALID_API_KEY"),
+        ApiError::Forbidden { .. } => (Code::PermissionDenied, "KEY_SUSPENDED"),
+        ApiError::UnknownResponse { .. } => (Code::NotFound, "RESPONSE_NOT_FOUND"),
+        ApiError::UnsupportedMediaType { .. } => (Code::InvalidArgument, "UNSUPPORTED_MEDIA_TYPE"),
+        ApiError::NotRead => (Code::DeadlineExceeded, "NOT_READ"),
         ApiError::UnknownModel { .. } => (Code::NotFound, "MODEL_NOT_FOUND"),
         ApiError::UnknownPath { .. } | ApiError::MethodNotAllowed { .. } => (Code::Unimplemented, "UNKNOWN_METHOD"),
         ApiError::BodyTimeout { .. } | ApiError::DeadlineExceeded => (Code::DeadlineExceeded, "DEADLINE_EXCEEDED"),

@@ -13,6 +13,7 @@ use types::RequestId;
 
 use super::{body, sse};
 use crate::answers::{Answers, Update};
+use crate::caller::Caller;
 use crate::chat::{self, ChatCompletion, ChunkWriter, FoldedChoice, ResponseHead};
 use crate::error::ApiError;
 use crate::service::{Call, Job, Service, offload};
@@ -20,10 +21,11 @@ use crate::service::{Call, Job, Service, offload};
 pub(super) async fn create(
     State(service): State<Arc<Service>>,
     Extension(call): Extension<Call>,
+    Extension(caller): Extension<Arc<Caller>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let slot = service.admit()?;
+    let slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
     let preparing = Arc::clone(&service);
     let (request, prompt) = offload(bytes.len(), move || {

@@ -13,6 +13,7 @@ use types::RequestId;
 
 use super::{body, sse};
 use crate::answers::{Answers, Update};
+use crate::caller::Caller;
 use crate::chat::ResponseHead;
 use crate::completions::{self, CompletionWriter, FoldedCompletion, TextCompletion};
 use crate::error::ApiError;
@@ -21,10 +22,11 @@ use crate::service::{Call, Job, Reader, Service, offload};
 pub(super) async fn create(
     State(service): State<Arc<Service>>,
     Extension(call): Extension<Call>,
+    Extension(caller): Extension<Arc<Caller>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let slot = service.admit()?;
+    let slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
     let preparing = Arc::clone(&service);
     let request = offload(bytes.len(), move || {

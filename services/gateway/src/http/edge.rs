@@ -61,14 +61,13 @@ pub(super) async fn observe(State(service): State<Arc<Service>>, mut request: Re
     response
 }
 
-/// Lets in who has a key.
-pub(super) async fn authenticate(State(keys): State<Arc<Keys>>, request: Request, next: Next) -> Response {
+/// Lets in who has a key; handlers find its owner among the request's extensions.
+pub(super) async fn authenticate(State(keys): State<Arc<Keys>>, mut request: Request, next: Next) -> Response {
     let authorization = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     match keys.admit(authorization) {
-        Ok(owner) => {
-            if let Some(owner) = owner {
-                tracing::debug!(owner, "key accepted");
-            }
+        Ok(caller) => {
+            tracing::debug!(caller = caller.name(), "key accepted");
+            request.extensions_mut().insert(Arc::clone(caller));
             next.run(request).await
         }
         Err(error) => error.into_response(),
@@ -87,7 +86,7 @@ pub(super) fn cors(origins: &[String]) -> CorsLayer {
     };
     CorsLayer::new()
         .allow_origin(allowed)
-        .allow_methods(AllowMethods::list([Method::GET, Method::POST]))
+        .allow_methods(AllowMethods::list([Method::GET, Method::POST, Method::DELETE]))
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, header::RETRY_AFTER, RETRY_AFTER_MS])
 }

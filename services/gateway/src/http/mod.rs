@@ -17,21 +17,20 @@ use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 use chassis::admin::{Probe, health};
 
-use crate::auth::Keys;
 use crate::service::Service;
 
 /// The app behind the public port.
 pub(crate) fn app(service: Arc<Service>, live: Probe, ready: Probe) -> Router {
-    let keys = Arc::new(Keys::new(service.config.api_keys.clone()));
     let api = Router::new()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*id}", get(models::show))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
-        .route_layer(from_fn_with_state(keys, edge::authenticate));
+        .route_layer(from_fn_with_state(Arc::clone(&service.keys), edge::authenticate));
     let open = Router::new()
         .route("/health/live", get(async move || health(&live)))
         .route("/health/ready", get(async move || health(&ready)));

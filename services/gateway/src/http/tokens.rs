@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
+use axum::{Extension, Json};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use types::TokenId;
 
 use super::body;
+use crate::caller::Caller;
 use crate::chat;
 use crate::error::ApiError;
 use crate::params;
@@ -35,9 +36,11 @@ pub(super) struct Tokenized {
 
 pub(super) async fn tokenize(
     State(service): State<Arc<Service>>,
+    Extension(caller): Extension<Arc<Caller>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Tokenized>, ApiError> {
+    let _slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
     let tokenized = offload(bytes.len(), move || {
         let body = body::parse(&bytes)?;
@@ -67,9 +70,11 @@ struct DetokenizeBody {
 
 pub(super) async fn detokenize(
     State(service): State<Arc<Service>>,
+    Extension(caller): Extension<Arc<Caller>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
+    let _slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
     let prompt = offload(bytes.len(), move || {
         let request: DetokenizeBody = params::read(&body::parse(&bytes)?)?;

@@ -5,17 +5,25 @@ use format::chat::{
 };
 use serde_json::Value;
 
+use super::History;
 use super::request::{Input, Item, ItemText, Part, ResponsesRequest, TextFormat, ToolChoiceField, ToolEntry};
 use crate::error::ApiError;
 use crate::params::{self, SamplingFields};
 use crate::plan::{ChatPlan, LoweringContext};
 
 /// Reads what reaches the model.
-pub(super) fn lower(request: &ResponsesRequest, context: &LoweringContext) -> Result<ChatPlan, ApiError> {
-    refuse_stored(request)?;
+pub(super) fn lower(
+    request: &ResponsesRequest,
+    history: &History,
+    context: &LoweringContext,
+) -> Result<ChatPlan, ApiError> {
+    refuse_stored(request, history)?;
     let mut messages = Messages::default();
     if let Some(instructions) = &request.instructions {
         messages.push(Message::Instructions { text: instructions.clone() });
+    }
+    for (idx, item) in history.earlier.iter().enumerate() {
+        messages.item(&format!("previous_response_id: item {idx}"), item)?;
     }
     match &request.input {
         Some(Input::Text(text)) => messages.push(Message::User { name: None, text: text.clone() }),
@@ -48,13 +56,13 @@ pub(super) fn lower(request: &ResponsesRequest, context: &LoweringContext) -> Re
     })
 }
 
-/// Everything that would need a server that remembers.
-fn refuse_stored(request: &ResponsesRequest) -> Result<(), ApiError> {
+/// Everything that would need a server that remembers more than this one does.
+fn refuse_stored(request: &ResponsesRequest, history: &History) -> Result<(), ApiError> {
     let refused = [
-        ("store", request.store == Some(true), "this server stores no responses: send store=false"),
+        ("store", request.store == Some(true) && !history.is_kept, "this server stores no responses: send store=false"),
         (
             "previous_response_id",
-            request.previous_response_id.is_some(),
+            request.previous_response_id.is_some() && !history.is_kept,
             "this server stores no responses: send the whole conversation as input",
         ),
         (

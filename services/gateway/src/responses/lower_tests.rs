@@ -2,14 +2,14 @@ use format::chat::{Message, ReasoningEffort, ResponseFormat, ToolCall, ToolChoic
 use serde_json::{Value, json};
 use types::Sampling;
 
-use super::lower;
+use super::{History, lower};
 use crate::error::ApiError;
 use crate::plan::{ChatPlan, LoweringContext, PromptDefaults};
 
 fn lowered(body: Value) -> Result<ChatPlan, ApiError> {
     let defaults = PromptDefaults { current_date: Some("2025-06-28".into()), ..PromptDefaults::default() };
     let context = LoweringContext { defaults, drawn_seed: 9, choices_max: 8 };
-    lower(&serde_json::from_value(body).unwrap(), &context)
+    lower(&serde_json::from_value(body).unwrap(), &History::default(), &context)
 }
 
 fn user(text: &str) -> Message {
@@ -105,4 +105,28 @@ fn refusals_name_the_place() {
         let error = lowered(body.clone()).unwrap_err();
         assert_eq!((error.status().as_u16(), error.object().param.as_deref()), (400, Some(param)), "{body}");
     }
+}
+
+#[test]
+fn what_came_earlier_stands_between_instructions_and_input() {
+    let earlier = vec![
+        json!({ "type": "message", "role": "user", "content": "w?" }),
+        json!({ "type": "function_call", "id": "fc_1", "status": "completed", "call_id": "c1", "name": "f", "arguments": "{}" }),
+    ];
+    let body = json!({
+        "instructions": "Be brief.", "previous_response_id": "resp_1", "store": true,
+        "input": [{ "type": "function_call_output", "call_id": "c1", "output": "1" }],
+    });
+    let history = History { is_kept: true, earlier };
+    let context = LoweringContext { defaults: PromptDefaults::default(), drawn_seed: 9, choices_max: 8 };
+    let plan = lower(&serde_json::from_value(body.clone()).unwrap(), &history, &context).unwrap();
+    let expected = [
+        Message::Instructions { text: "Be brief.".into() },
+        user("w?"),
+        assistant(None, None, &[("c1", "f", "{}")]),
+        Message::ToolResult { call_id: "c1".into(), text: "1".into() },
+    ];
+    assert_eq!(plan.conversation.messages, expected);
+    let error = lower(&serde_json::from_value(body).unwrap(), &History::default(), &context).unwrap_err();
+    assert_eq!(error.object().param.as_deref(), Some("store"));
 }

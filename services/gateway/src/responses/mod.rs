@@ -1,4 +1,5 @@
-//! The Responses API, stateless: the body of a request to a [`ChatPlan`], the pieces of the answer to events.
+//! The Responses API: the body of a request to a [`ChatPlan`], the pieces of the answer to events. Stateless by itself: what a server keeps
+//! comes in as a [`History`].
 
 mod events;
 mod lower;
@@ -23,19 +24,44 @@ pub struct ResponseRequest {
     pub plan: ChatPlan,
     /// Server-sent events instead of one body.
     pub stream: bool,
+    /// The conversation up to the answer, as items; `None` if the response is not to be kept.
+    pub input: Option<Vec<Value>>,
     /// What the response repeats of the request.
     echo: Map<String, Value>,
+}
+
+/// What the server remembers.
+#[derive(Debug, Clone, Default)]
+pub struct History {
+    /// Whether responses are kept here at all.
+    pub is_kept: bool,
+    /// Items that come before the request's own input: the conversation of the response that it goes on from.
+    pub earlier: Vec<Value>,
 }
 
 /// Reads the body of a request.
 ///
 /// # Errors
 /// 400, naming the first field that is wrong or that cannot be honoured.
-pub fn lower(body: &Value, context: &LoweringContext) -> Result<ResponseRequest, ApiError> {
+pub fn lower(body: &Value, history: History, context: &LoweringContext) -> Result<ResponseRequest, ApiError> {
     let request: ResponsesRequest = params::read(body)?;
-    let plan = lower::lower(&request, context)?;
-    let echo = echo(body, &request, &plan);
-    Ok(ResponseRequest { model: request.model, plan, stream: request.stream.unwrap_or(false), echo })
+    let plan = lower::lower(&request, &history, context)?;
+    // As at OpenAI, responses are kept unless the client says otherwise.
+    let keeps = history.is_kept && request.store.unwrap_or(true);
+    let mut echo = echo(body, &request, &plan);
+    echo.insert("store".into(), keeps.into());
+    let input = keeps.then(|| {
+        let mut items = history.earlier;
+        items.extend(request::items(request.input.as_ref()));
+        items
+    });
+    Ok(ResponseRequest { model: request.model, plan, stream: request.stream.unwrap_or(false), input, echo })
+}
+
+/// The response that a request goes on from, if it names one.
+#[must_use]
+pub fn previous_response_id(body: &Value) -> Option<&str> {
+    body.get("previous_response_id")?.as_str()
 }
 
 impl ResponseRequest {
@@ -63,9 +89,8 @@ fn echo(body: &Value, request: &ResponsesRequest, plan: &ChatPlan) -> Map<String
         ("max_output_tokens", as_sent("max_output_tokens", Value::Null)),
         ("metadata", json!(request.metadata.clone().unwrap_or_default())),
         ("parallel_tool_calls", json!(request.parallel_tool_calls.unwrap_or(true))),
-        ("previous_response_id", Value::Null),
+        ("previous_response_id", as_sent("previous_response_id", Value::Null)),
         ("reasoning", json!({ "effort": effort, "summary": summary })),
-        ("store", json!(false)),
         ("temperature", as_sent("temperature", json!(1.0))),
         ("text", as_sent("text", json!({ "format": { "type": "text" } }))),
         ("tool_choice", as_sent("tool_choice", json!("auto"))),

@@ -1,7 +1,7 @@
 //! The body of `POST /v1/responses`. Unknown fields are ignored; `null` means absent.
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// A request of the Responses API.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -25,7 +25,7 @@ pub(super) struct ResponsesRequest {
     pub(super) metadata: Option<Map<String, Value>>,
     pub(super) user: Option<String>,
     pub(super) truncation: Option<String>,
-    /// Needs a store, which this gateway does not have.
+    /// These need a server that remembers; see [`History`](super::History).
     pub(super) store: Option<bool>,
     pub(super) previous_response_id: Option<String>,
     pub(super) conversation: Option<Value>,
@@ -42,6 +42,15 @@ pub(super) enum Input {
     Text(String),
     /// Items, read one by one so that an error names its item.
     Items(Vec<Value>),
+}
+
+/// The input as items.
+pub(super) fn items(input: Option<&Input>) -> Vec<Value> {
+    match input {
+        None => Vec::new(),
+        Some(Input::Text(text)) => vec![json!({ "type": "message", "role": "user", "content": text })],
+        Some(Input::Items(items)) => items.clone(),
+    }
 }
 
 /// An input item, all kinds in one: which fields it must have depends on `kind`.

@@ -10,15 +10,16 @@ use std::time::Duration;
 
 use chassis::net::TcpNetwork;
 use chassis::{Address, Listener, Network, Shutdown, Socket, Tasks};
-use vocabulary::Vocabulary;
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};
-use gateway::config::{Config, LimitsConfig, ModelSource, PromptConfig};
+use gateway::auth::KeyDigest;
+use gateway::config::{ApiKeyConfig, Config, KeyLimits, LimitsConfig, ModelSource, PromptConfig};
 use gateway::served_model::ServedModel;
 use tokio::sync::Notify;
 use tonic::{Request, Response, Status};
 use types::{FinishReason, Finished, GenerateEvent, ModelFingerprint, RequestId, SampledToken, TokenRun, Usage};
+use vocabulary::Vocabulary;
 use wire::pb;
 
 pub(crate) const CONTEXT_TOKENS: u32 = 2048;
@@ -170,7 +171,14 @@ pub(crate) fn config() -> Config {
         limits: LimitsConfig::default(),
         api_keys: Vec::new(),
         cors_origins: Vec::new(),
+        responses_store: None,
+        tls: None,
     }
+}
+
+/// A key that is its own name, without limits.
+pub(crate) fn key(key: &str) -> ApiKeyConfig {
+    ApiKeyConfig { name: key.into(), sha256: KeyDigest::of(key), suspended: false, limits: KeyLimits::default() }
 }
 
 impl Fleet {

@@ -60,7 +60,7 @@ pub struct Limits {
     pub prefills_per_worker_max: u32,
     /// Longest life of a request; a client may ask for less.
     pub request_timeout_ms: u64,
-    /// Attempts beyond the first one.
+    /// Failed attempts that a request survives; being preempted is no failure.
     pub resumptions_max: u32,
 }
 

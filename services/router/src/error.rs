@@ -147,7 +147,7 @@ pub enum RequestError {
     #[error("stopped before the answer was complete")]
     Stopped,
     /// Every attempt failed.
-    #[error("given up after {attempts} attempts, the last one: {last}")]
+    #[error("given up after {attempts} failed attempts, the last one: {last}")]
     Exhausted {
         /// Attempts made.
         attempts: u32,

@@ -43,7 +43,7 @@ pub struct FlightLimits {
     pub first_token: Duration,
     /// Between two messages with tokens.
     pub inter_token: Duration,
-    /// Attempts beyond the first one.
+    /// Failed attempts, the last one not counted in. Giving way to others (a preemption) is no failure.
     pub resumptions_max: u32,
 }
 
@@ -73,6 +73,8 @@ pub struct Flight {
     queued_since: Instant,
     attempt: u32,
     resumptions: u32,
+    /// Those resumptions that something failed before.
+    failures: u32,
     avoid: Vec<PeerId>,
     prefill_is_done: bool,
     /// Decode's messages that overtook prefill's token on the way here.
@@ -103,6 +105,7 @@ impl Flight {
             queued_since: now,
             attempt: 0,
             resumptions: 0,
+            failures: 0,
             avoid: Vec::new(),
             prefill_is_done: false,
             early: Vec::new(),
@@ -394,9 +397,13 @@ impl Flight {
         if let Some(reason) = self.finish_reason() {
             return self.finish(reason, out);
         }
-        if self.resumptions == self.limits.resumptions_max {
-            let error = RequestError::Exhausted { attempts: self.resumptions + 1, last: failure };
-            return self.end(Outcome::Failed(error), out);
+        // A decode worker that makes room is well, and a crowd may make it do so many times: the request's deadline bounds that.
+        if !matches!(failure, AttemptFailure::Preempted) {
+            if self.failures == self.limits.resumptions_max {
+                let error = RequestError::Exhausted { attempts: self.failures + 1, last: failure };
+                return self.end(Outcome::Failed(error), out);
+            }
+            self.failures += 1;
         }
         if let Phase::Reserving { pair, .. }
         | Phase::Prefilling { pair }

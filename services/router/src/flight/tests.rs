@@ -356,7 +356,10 @@ fn the_last_attempt_ends_with_the_name_of_the_stage() {
     bench.now += Duration::from_secs(2);
     assert_eq!(bench.event(Event::Tick { has_pair: true }), "release prefill, release decode, end ATTEMPTS_EXHAUSTED");
     let Some(Action::End(Outcome::Failed(error))) = bench.out.last() else { panic!() };
-    assert_eq!(error.to_string(), "given up after 1 attempts, the last one: stage reserve took longer than 2000 ms");
+    assert_eq!(
+        error.to_string(),
+        "given up after 1 failed attempts, the last one: stage reserve took longer than 2000 ms"
+    );
     assert_eq!(error.status().code(), tonic::Code::DeadlineExceeded);
 }
 
@@ -474,6 +477,20 @@ fn attempts_are_bounded() {
     let Some(Action::End(Outcome::Failed(error))) = bench.out.last() else { panic!() };
     assert_eq!(error.status().code(), tonic::Code::Unavailable);
     assert!(wire::status::retry_after(&error.status()).is_some());
+}
+
+#[test]
+fn giving_way_to_others_is_no_failed_attempt() {
+    let mut bench = Bench::new(request(100), 0);
+    for n in 0..20 {
+        bench.place(n);
+        bench.reserved(n);
+        bench.prefill(first_token(n, 10 + n));
+        assert_eq!(bench.decode(DecodeEvent::Preempted), format!("resume preempted, {RETRY}"));
+    }
+    assert_eq!(bench.flight.resumptions, 20);
+    bench.place(20);
+    assert_eq!(bench.event(named_event("decode lost", 20)), "release prefill, release decode, end ATTEMPTS_EXHAUSTED");
 }
 
 fn avoiding(n: u32) -> String {

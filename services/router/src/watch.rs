@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use chassis::net::grpc::{self, ChannelLimits};
 use chassis::{Address, Network, Tasks};
+use futures_util::{Stream, StreamExt};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
@@ -123,11 +124,11 @@ impl Watcher {
             Err(_) => return silent(),
         };
         loop {
-            let report = match tokio::time::timeout(dead_after, reports.message()).await {
-                Ok(Ok(Some(report))) => report,
-                Ok(Ok(None)) => return "it ended its heartbeats".to_owned(),
-                Ok(Err(status)) => return describe(&status),
-                Err(_) => return silent(),
+            let report = match heard_within(dead_after, &mut reports).await {
+                Some(Ok(Some(report))) => report,
+                Some(Ok(None)) => return "it ended its heartbeats".to_owned(),
+                Some(Err(status)) => return describe(&status),
+                None => return silent(),
             };
             let report = match WorkerReport::try_from(report) {
                 Ok(report) => report,
@@ -141,6 +142,67 @@ impl Watcher {
     }
 }
 
+/// The next report, or `None` after a silence of `limit`.
+///
+/// The wait is cut into slices, each of which begins once this process runs: one that was stopped, or starved of its processor, spends one
+/// slice on that, and then still has time to read the heartbeats that came in meanwhile, before it calls a whole fleet dead.
+async fn heard_within<S>(limit: Duration, reports: &mut S) -> Option<Result<Option<pb::WorkerReport>, Status>>
+where
+    S: Stream<Item = Result<pb::WorkerReport, Status>> + Unpin,
+{
+    const SLICES: u32 = 8;
+    for _ in 0..SLICES {
+        if let Ok(heard) = tokio::time::timeout(limit / SLICES, reports.next()).await {
+            return Some(heard.transpose());
+        }
+    }
+    None
+}
+
 fn describe(status: &Status) -> String {
     format!("{:?}: {}", status.code(), status.message())
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::{Instant, advance};
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_millis(2_000);
+
+    /// Heartbeats every 500 ms, as a socket holds them: a timer of the test's stands for the network.
+    fn heartbeats(num_reports: u64) -> impl Stream<Item = Result<pb::WorkerReport, Status>> + Unpin {
+        let begin = Instant::now();
+        Box::pin(futures_util::stream::unfold(0, move |n| async move {
+            if n == num_reports {
+                return std::future::pending().await;
+            }
+            tokio::time::sleep_until(begin + Duration::from_millis(500 * n)).await;
+            // What has arrived must still be read by the connection's task.
+            tokio::task::yield_now().await;
+            Some((Ok(pb::WorkerReport::default()), n + 1))
+        }))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn silence_is_told_after_the_limit() {
+        let mut reports = heartbeats(3);
+        for _ in 0..3 {
+            assert!(matches!(heard_within(LIMIT, &mut reports).await, Some(Ok(Some(_)))));
+        }
+        let begin = Instant::now();
+        assert!(heard_within(LIMIT, &mut reports).await.is_none());
+        let waited = begin.elapsed();
+        // The timer's resolution is a millisecond, once a slice.
+        assert!((LIMIT..LIMIT + Duration::from_millis(10)).contains(&waited), "{waited:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stop_of_this_process_is_no_silence_of_the_worker() {
+        let mut reports = heartbeats(100);
+        assert!(heard_within(LIMIT, &mut reports).await.is_some());
+        let (heard, ()) = tokio::join!(heard_within(LIMIT, &mut reports), advance(Duration::from_secs(60)));
+        assert!(matches!(heard, Some(Ok(Some(_)))));
+    }
 }

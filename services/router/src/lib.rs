@@ -67,7 +67,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         limits: config.flight_limits(),
         request_timeout: Duration::from_millis(config.limits.request_timeout_ms),
     });
-    let (reporter, routes) = wire::server::health_and_reflection();
+    let (reporter, routes) = wire::server::health_and_reflection::<InferenceServer<InferenceService>>();
     tasks.spawn_background("health", report_health(reporter, Arc::clone(&desk), tasks.shutdown().clone()));
     grpc::serve(&tasks, "grpc", listener, grpc::server().add_routes(routes).add_service(service));
     tasks.join().await?;

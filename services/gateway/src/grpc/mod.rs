@@ -18,7 +18,7 @@ const HEALTH_INTERVAL: Duration = Duration::from_millis(500);
 
 /// What the gRPC port serves.
 pub(crate) fn services(tasks: &Tasks, service: &Arc<Service>) -> Router {
-    let (reporter, health_and_reflection) = wire::server::health_and_reflection();
+    let (reporter, health_and_reflection) = wire::server::health_and_reflection::<GatewayServer<ChatServer>>();
     let shutdown = tasks.shutdown().clone();
     let watched = Arc::clone(service);
     tasks.spawn_background("grpc health", async move {

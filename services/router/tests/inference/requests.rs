@@ -188,3 +188,23 @@ async fn health_says_what_is_true() {
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!(check(&stand.channel, "damask.v1.Inference").await, NOT_SERVING);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reflection_lists_what_is_served_here() {
+    use reflection::server_reflection_request::MessageRequest;
+    use reflection::server_reflection_response::MessageResponse;
+    use tonic_reflection::pb::v1 as reflection;
+
+    let stand = Stand::start(1, 1, |_| {}).await;
+    let message_request = Some(MessageRequest::ListServices(String::new()));
+    let request = reflection::ServerReflectionRequest { host: String::new(), message_request };
+    let mut client = reflection::server_reflection_client::ServerReflectionClient::new(stand.channel.clone());
+    let mut answers = client.server_reflection_info(tokio_stream::once(request)).await.unwrap().into_inner();
+    let Some(MessageResponse::ListServicesResponse(list)) = answers.message().await.unwrap().unwrap().message_response
+    else {
+        panic!("no list of services");
+    };
+    let mut names: Vec<_> = list.service.into_iter().map(|service| service.name).collect();
+    names.sort();
+    assert_eq!(names, ["damask.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"]);
+}

@@ -135,7 +135,10 @@ impl Sampling {
             }
         };
         range("temperature", self.temperature, 0.0, 100.0)?;
-        range("top_p", self.top_p, f32::MIN_POSITIVE, 1.0)?;
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            let reason = format!("is {}, allowed is above 0 and up to 1", self.top_p);
+            return Err(InvalidRequest { field: "top_p", reason });
+        }
         range("min_p", self.min_p, 0.0, 1.0)?;
         range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
         range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;

@@ -47,6 +47,11 @@ async fn a_bad_request_names_its_field() {
             "temperature is -1",
         ),
         (
+            sampling(pb::Sampling { top_p: Some(0.0), ..Default::default() }),
+            "INVALID_REQUEST",
+            "top_p is 0, allowed is above 0 and up to 1",
+        ),
+        (
             pb::GenerateRequest { request_id: "two words".into(), ..request(&[1], 5) },
             "INVALID_MESSAGE",
             "request_id has a character",

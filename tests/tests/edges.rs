@@ -115,3 +115,20 @@ async fn what_can_never_run_is_refused_with_the_field() -> anyhow::Result<()> {
     );
     stack.stop()
 }
+
+/// Starting again would end the same way, so nobody is kept waiting.
+#[test]
+fn a_model_that_cannot_be_opened_ends_the_stack() -> anyhow::Result<()> {
+    let empty = tempfile::tempdir()?;
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_damask-under-test"))
+        .args(["--log-format", "json", "up", "--listen", "127.0.0.1:0", "--model"])
+        .arg(empty.path())
+        .output()?;
+    let log = String::from_utf8(output.stderr)?;
+    ensure!(output.status.code() == Some(1), "{}: {log}", output.status);
+    ensure!(log.contains("config.json: cannot be read"), "{log}");
+    for line in log.lines() {
+        serde_json::from_str::<Value>(line).with_context(|| format!("not JSON: {line}"))?;
+    }
+    Ok(())
+}

@@ -1,5 +1,6 @@
 //! `damask config`: checks or prints a service's configuration.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use chassis::config::{self, ConfigError, Validate};
@@ -35,9 +36,9 @@ impl ConfigCommand {
         match self {
             Self::Check(args) => {
                 args.load()?;
-                println!("{}: ok", args.file.display());
+                writeln!(std::io::stdout(), "{}: ok", args.file.display())?;
             }
-            Self::Print(args) => print!("{}", args.load()?),
+            Self::Print(args) => write!(std::io::stdout(), "{}", args.load()?)?,
         }
         Ok(())
     }

@@ -3,8 +3,10 @@
 //! Knows: arguments, child processes, exit codes. Must not know: how any service works; each is a library with `run`.
 //! Start with [`cli::Command`], then `up` for how the four services are put together.
 
+use std::io::Write;
 use std::process::ExitCode;
 
+use chassis::logs::LogFormat;
 use clap::Parser;
 
 mod chat;
@@ -28,13 +30,24 @@ pub fn main() -> ExitCode {
         eprintln!("error: {error}");
         return ExitCode::from(EXIT_USAGE as u8);
     }
+    let format = cli.log_format;
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,
+        // Whoever reads standard output has seen enough, as in `damask chat ... | head`.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // A progress bar may have left the cursor in its line.
-            eprintln!("error: {error:#}");
+            match format {
+                // In one piece, since the services of a stack share standard error.
+                LogFormat::Text => drop(std::io::stderr().write_all(format!("error: {error:#}\n").as_bytes())),
+                LogFormat::Json => tracing::error!(error = format!("{error:#}"), "failed"),
+            }
             let usage = error.downcast_ref::<chassis::config::ConfigError>().is_some();
             ExitCode::from(if usage { EXIT_USAGE as u8 } else { 1 })
         }
     }
+}
+
+/// Whether writing an answer failed for want of a reader.
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }

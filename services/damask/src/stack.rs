@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::sync::PoisonError;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -61,6 +62,7 @@ const DRAIN_ORDER: [&str; 4] = ["gateway", "router", "prefill", "decode"];
 pub(crate) struct Stack {
     addresses: Addresses,
     pids: Pids,
+    has_served: Arc<AtomicBool>,
     stops: Vec<(&'static str, watch::Sender<bool>)>,
     running: JoinSet<(&'static str, anyhow::Result<()>)>,
     _folder: tempfile::TempDir,
@@ -80,6 +82,7 @@ impl Stack {
             tempfile::Builder::new().prefix("damask-").tempdir().context("cannot make a folder for config files")?;
         let configs = configs(options, &addresses);
         let pids = Pids::default();
+        let has_served = Arc::new(AtomicBool::new(false));
         let mut running = JoinSet::new();
         let mut stops = Vec::new();
         for ((name, sockets), config) in sockets.into_iter().zip(configs) {
@@ -88,13 +91,14 @@ impl Stack {
                 .with_context(|| format!("cannot write {}", path.display()))?;
             let service = Service { name, config: path, sockets, options: options.options.clone() };
             let (stop, stopped) = watch::channel(false);
-            let pids = pids.clone();
+            let (pids, has_served) = (pids.clone(), Arc::clone(&has_served));
             running.spawn(async move {
-                (name, supervise(service, stopped, crate::serve::GRACE + Duration::from_secs(2), pids).await)
+                let grace = crate::serve::GRACE + Duration::from_secs(2);
+                (name, supervise(service, stopped, grace, pids, has_served).await)
             });
             stops.push((name, stop));
         }
-        Ok(Self { addresses, pids, stops, running, _folder: folder })
+        Ok(Self { addresses, pids, has_served, stops, running, _folder: folder })
     }
 
     /// Where everything listens, with the process ids of this moment.
@@ -118,6 +122,7 @@ impl Stack {
             }
             progress(&reports);
             if reports.get("gateway").is_some_and(|report| report["status"] == "ok") {
+                self.has_served.store(true, Ordering::Relaxed);
                 return Ok(());
             }
             tokio::select! {
@@ -162,10 +167,8 @@ impl Stack {
 }
 
 fn failure((name, outcome): (&'static str, anyhow::Result<()>)) -> anyhow::Result<()> {
-    match outcome {
-        Ok(()) => bail!("{name} ended by itself"),
-        Err(error) => Err(error.context(format!("{name} failed"))),
-    }
+    outcome?;
+    bail!("{name} ended by itself")
 }
 
 /// Writes `addresses` so that a reader never sees half a file.

@@ -6,6 +6,7 @@ use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -51,15 +52,18 @@ impl Service {
 /// Process ids of running children by service; changed at each start and end.
 pub(crate) type Pids = Arc<Mutex<std::collections::BTreeMap<&'static str, u32>>>;
 
-/// Keeps one service running until `stop` says otherwise, then drains it and waits at most `grace`.
+/// Keeps one service running until `stop` says otherwise, then drains it and waits at most `grace`. `has_served` tells whether the
+/// whole stack was ever ready.
 ///
 /// # Errors
-/// When a child cannot be started at all, or refuses its config (exit code 2): a restart would not help.
+/// When a restart would not help: a child cannot be started at all, refuses its config (exit code 2), or gives up by itself before the stack
+/// has ever served, as one does whose model cannot be opened.
 pub(crate) async fn supervise(
     service: Service,
     mut stop: watch::Receiver<bool>,
     grace: Duration,
     pids: Pids,
+    has_served: Arc<AtomicBool>,
 ) -> anyhow::Result<()> {
     let mut backoff = BACKOFF_MIN;
     loop {
@@ -81,6 +85,9 @@ pub(crate) async fn supervise(
         set_pid(&pids, service.name, None);
         if status.code() == Some(crate::EXIT_USAGE) {
             anyhow::bail!("{} refused its configuration", service.name);
+        }
+        if status.code().is_some() && !has_served.load(Ordering::Relaxed) {
+            anyhow::bail!("{} could not start: {}", service.name, describe(status));
         }
         if started.elapsed() >= HEALTHY_AFTER {
             backoff = BACKOFF_MIN;

@@ -1,6 +1,7 @@
 //! `damask up`: the whole stack on this machine; and the private stack that `damask chat` starts.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -83,7 +84,7 @@ pub(crate) async fn up(args: UpArgs, options: Vec<String>) -> anyhow::Result<()>
             () = tokio::time::sleep(std::time::Duration::from_millis(100)) => {}
         }
     }
-    eprintln!("draining; Ctrl-C again to stop at once");
+    say("draining; Ctrl-C again to stop at once\n");
     tokio::select! {
         drained = stack.drain() => drained,
         ended = signal() => { ended?; anyhow::bail!("stopped before all requests had finished") }
@@ -118,7 +119,7 @@ pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>) -> anyhow::Re
             stack.wait_ready(progress()).await?;
             chat::ask(&args, &format!("http://{}", stack.addresses().http)).await
         } => answered,
-        interrupted = tokio::signal::ctrl_c() => interrupted.map_err(Into::into),
+        interrupted = signal() => interrupted.map_err(Into::into).and_then(|()| Err(anyhow::anyhow!("interrupted"))),
     };
     let drained = stack.drain().await;
     answered.and(drained)
@@ -137,12 +138,15 @@ async fn told_to_end() -> std::io::Result<()> {
     }
 }
 
-/// Ctrl-C or SIGTERM.
+/// Ctrl-C, SIGTERM, or SIGHUP, which tells that the terminal was closed.
 async fn signal() -> std::io::Result<()> {
-    let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut hang_up = signal(SignalKind::hangup())?;
     tokio::select! {
         interrupted = tokio::signal::ctrl_c() => interrupted,
         _ = terminate.recv() => Ok(()),
+        _ = hang_up.recv() => Ok(()),
     }
 }
 
@@ -167,22 +171,25 @@ fn progress() -> impl Fn(&BTreeMap<&'static str, Value>) {
     }
 }
 
+/// Tells people where everything is. On standard output, since standard error is the log, each line of which may have to be JSON.
 fn announce(args: &UpArgs, addresses: &Addresses) {
     let model = args.model.as_ref().map_or("gpt-oss-nano (embedded)".into(), |dir| dir.display().to_string());
-    let http = addresses.http;
-    eprintln!(
-        "damask serves {model} on the CPU: prefill TP{}, decode EP{} DP1 TP{}",
-        args.prefill_tp,
-        args.decode_ep.unwrap_or(args.decode_tp),
-        args.decode_tp
-    );
-    eprintln!("  OpenAI API    http://{http}/v1");
-    eprintln!(
-        "  gRPC          router {} (damask.v1.Inference), gateway {} (damask.v1.Gateway)",
-        addresses.router, addresses.gateway
+    let Addresses { http, gateway, router, .. } = addresses;
+    let (prefill_tp, decode_tp) = (args.prefill_tp, args.decode_tp);
+    let decode_ep = args.decode_ep.unwrap_or(decode_tp);
+    let mut text = format!(
+        "damask serves {model} on the CPU: prefill TP{prefill_tp}, decode EP{decode_ep} DP1 TP{decode_tp}\n\
+         \x20 OpenAI API    http://{http}/v1\n\
+         \x20 gRPC          router {router} (damask.v1.Inference), gateway {gateway} (damask.v1.Gateway)\n"
     );
     for (name, admin) in &addresses.admin {
-        eprintln!("  {name:<13} http://{admin}/metrics");
+        text += &format!("  {name:<13} http://{admin}/metrics\n");
     }
-    eprintln!("try: damask chat --url http://{http} \"What is the capital of France?\"");
+    text += &format!("try: damask chat --url http://{http} \"What is the capital of France?\"\n");
+    say(&text);
+}
+
+/// To whoever reads along; that nobody does is no reason to stop serving.
+fn say(text: &str) {
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
 }

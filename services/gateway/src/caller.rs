@@ -51,7 +51,7 @@ impl Caller {
             None => None,
             Some(slots) => Some(Arc::clone(slots).try_acquire_owned().map_err(|_| ApiError::Overloaded {
                 message: format!(
-                    "{} requests of this key are being answered already",
+                    "at most {} of this key's requests are answered at once",
                     self.limits.concurrent_requests_max.unwrap_or_default()
                 ),
                 retry_after: RETRY_AFTER,
@@ -125,7 +125,7 @@ mod tests {
         let first = caller.begin_request(now).unwrap();
         assert!(first.is_some());
         let error = caller.begin_request(now).unwrap_err();
-        assert_eq!(error.to_string(), "1 requests of this key are being answered already");
+        assert_eq!(error.to_string(), "at most 1 of this key's requests are answered at once");
         drop(first);
         drop(caller.begin_request(now).unwrap());
         let error = caller.begin_request(now).unwrap_err();

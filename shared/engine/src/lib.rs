@@ -6,6 +6,7 @@
 pub mod cpu;
 pub mod fault;
 pub mod group;
+mod kv_slice;
 pub mod sampling;
 mod simd;
 mod vector;

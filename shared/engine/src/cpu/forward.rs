@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::slice::from_ref;
 
 use model::rope::RopeAngles;
-use model::{LayerKind, ModelConfig, SWIGLU_ALPHA, ShardPlan};
+use model::{ModelConfig, SWIGLU_ALPHA, ShardPlan};
 use types::PageGroup;
 
 use super::Probe;
@@ -28,6 +28,7 @@ use super::norm::RmsNorm;
 use super::routing::{Routes, choose};
 use super::weights::{PackedLayer, PackedWeights};
 use crate::EngineError;
+use crate::kv_slice::page_group;
 use crate::simd::{Simd, V};
 use crate::vector::{Exact, Precision, Rounding};
 
@@ -215,16 +216,6 @@ impl<R: Rounding> Forward<'_, R> {
                 logits
             },
         )
-    }
-}
-
-/// The page group of a model layer, and its place among that group's layers.
-pub(crate) fn page_group(config: &ModelConfig, layer: usize) -> (PageGroup, usize) {
-    let kind = config.layer_kinds[layer];
-    let place = config.layer_kinds[..layer].iter().filter(|other| **other == kind).count();
-    match kind {
-        LayerKind::Full => (PageGroup::Full, place),
-        LayerKind::Sliding => (PageGroup::Window, place),
     }
 }
 

@@ -12,11 +12,12 @@ use scheduler::plan::{RowOutput, RowOutputKind, StepOutput, StepPlan};
 use types::{KvLayout, PageId, SlotId, TokenId};
 
 use super::batch::{Batch, Limits};
-use super::forward::{Forward, RankModel, Workspace, page_group};
+use super::forward::{Forward, RankModel, Workspace};
 use super::kv_pool::KvCache;
 use super::link::Link;
 use super::weights::PackedWeights;
 use super::{CpuOptions, Probe, kv_layout};
+use crate::kv_slice::locate;
 use crate::sampling::{Sampler, SlotSampler};
 use crate::simd::Simd;
 use crate::vector::{Exact, Precision, ToBf16};
@@ -235,7 +236,7 @@ impl Engine for CpuRank {
     fn import_kv(&mut self, slice: &KvSlice, page: PageId, bytes: &[u8]) -> Result<(), EngineError> {
         let Self { model, layout, cache, .. } = self;
         let mut write = || -> Result<(), String> {
-            let (layer, heads) = locate(model, layout, slice, bytes.len())?;
+            let (layer, heads) = locate(&model.config, &model.plan, layout, slice, bytes.len())?;
             cache.bytes_mut(slice, layer, heads, page)?.copy_from_slice(bytes);
             Ok(())
         };
@@ -254,34 +255,11 @@ struct RankKv<'a> {
 impl KvReader for RankKv<'_> {
     fn export_kv(&self, slice: &KvSlice, page: PageId, out: &mut [u8]) -> Result<(), EngineError> {
         let mut read = || -> Result<(), String> {
-            let (layer, heads) = locate(self.model, self.layout, slice, out.len())?;
+            let (layer, heads) = locate(&self.model.config, &self.model.plan, self.layout, slice, out.len())?;
             out.copy_from_slice(self.cache.bytes(slice, layer, heads, page)?);
             Ok(())
         };
         let rank = self.model.plan.rank as u32;
         read().map_err(|reason| EngineError::KvSlice { slice: *slice, rank, reason })
     }
-}
-
-/// Where a slice lies on this rank: the layer among those of its group, and the rank's own heads.
-fn locate(
-    model: &RankModel,
-    layout: &KvLayout,
-    slice: &KvSlice,
-    bytes: usize,
-) -> Result<(usize, Range<usize>), String> {
-    let layer = slice.layer as usize;
-    if layer >= model.config.num_layers || page_group(&model.config, layer).0 != slice.group {
-        return Err(format!("layer {layer} is not in group {}", slice.group));
-    }
-    let (own, heads) = (&model.plan.kv_heads, slice.heads());
-    let (start, end) = (heads.start as usize, heads.end as usize);
-    if start < own.start || end > own.end {
-        return Err(format!("the rank holds kv heads {own:?}"));
-    }
-    let expected = slice.head_count as usize * layout.head_bytes();
-    if bytes != expected {
-        return Err(format!("{bytes} bytes where {expected} are needed"));
-    }
-    Ok((page_group(&model.config, layer).1, start - own.start..end - own.start))
 }

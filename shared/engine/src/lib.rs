@@ -1,9 +1,12 @@
 //! The forward pass and sampling, tokens in and tokens out.
 //!
 //! Knows: models, ranks, collectives, kernels. Must not know: requests, tickets, sockets, clocks, any chat format.
-//! Start with [`Engine`]: one rank's side of a step. [`group::EngineGroup`] runs all ranks of an instance, [`cpu::build_group`] starts one on the CPU.
+//! Start with [`Engine`]: one rank's side of a step. [`group::EngineGroup`] runs all ranks of an instance, [`cpu::build_group`] starts one on the CPU,
+//! `cuda::build_group` (feature `cuda`) one on a GPU.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod fault;
 pub mod group;
 mod kv_slice;
@@ -94,6 +97,10 @@ pub enum EngineError {
         /// What does not fit.
         reason: String,
     },
+    /// There is no usable GPU, or it refused or failed an operation.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Gpu(#[from] kernels::KernelError),
     /// A rank's thread is gone.
     #[error("rank {rank} stopped: {reason}")]
     RankLost {

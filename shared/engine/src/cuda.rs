@@ -1,0 +1,232 @@
+//! The CUDA engine: gpt-oss on NVIDIA GPUs of compute capability 9.0, one thread and one GPU a rank.
+//!
+//! Weights stay as released (MXFP4 experts, bf16 rest), rearranged once for the tensor cores; keys and values are bf16.
+//! A step is enqueued and not waited for: slots, page tables and sampling state live on the device, and the next step
+//! reads the last tokens there. Steps that only decode are CUDA graphs, one for each batch bucket; everything else is
+//! enqueued kernel by kernel. Nothing is allocated in a step.
+//!
+//! Numerics: tensors are rounded to bf16 where the published reference rounds them, sums are f32. Kernels are chosen by
+//! the number of tokens in the step (see `products`), so logits of a position may differ in the last bits between batch
+//! sizes; the CPU engine is the one that is bit-stable.
+//!
+//! Start with [`build_group`]; `rank` carries out a step, `forward` is the model.
+
+mod activations;
+mod batch;
+mod collective;
+mod copy_rate;
+mod forward;
+mod graphs;
+mod kv_cache;
+mod pinned_ring;
+mod products;
+mod random_weights;
+mod rank;
+mod sampler;
+mod step_inputs;
+mod upload;
+mod weights;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use device::Device;
+use kernels::KernelError;
+use model::{Checkpoint, ModelConfig, ShardPlan, load_rank, rank_bytes};
+use types::{KvDtype, KvLayout, ParallelLayout, TokenId};
+
+pub use crate::cpu::LoadProgress;
+use crate::fault::Fault;
+use crate::group::EngineGroup;
+pub use crate::vector::Precision;
+use crate::{EngineError, KvListener};
+use collective::OneRank;
+pub use copy_rate::copy_bytes_per_s;
+use random_weights::RandomTensors;
+use rank::{CudaRank, Gpu};
+use upload::LoadedTensors;
+use weights::{DeviceWeights, TensorSource};
+
+/// The head dimension that the attention kernels are built for.
+const HEAD_DIM: usize = 64;
+/// What the embedded kernels are compiled for.
+const COMPUTE_CAPABILITY: (u32, u32) = (9, 0);
+
+/// What to build.
+#[derive(Debug, Clone)]
+pub struct CudaOptions {
+    /// Ranks are GPUs. So far there is one.
+    pub layout: ParallelLayout,
+    /// Rounding of the weights with which the chosen experts are added, and of the router's logits.
+    pub routing: Precision,
+    /// Positions a page holds; a multiple of 32.
+    pub page_tokens: u32,
+    /// Pages for layers of full attention, on each rank.
+    pub full_pages: u32,
+    /// Pages for layers of sliding-window attention, on each rank.
+    pub window_pages: u32,
+    /// Slots are numbered from 0 to below this.
+    pub max_slots: u32,
+    /// Tokens that the rows of a step may have together.
+    pub max_step_tokens: u32,
+    /// Positions that a sequence may have.
+    pub max_context_tokens: u32,
+    /// Layers between two calls of the KV listener; `None` means a quarter of the model.
+    pub publish_layers: Option<u32>,
+    /// Ids without a token in the vocabulary: never sampled. Logits that a plan asks for are not masked.
+    pub masked_tokens: Vec<Range<TokenId>>,
+    /// GPU of rank 0, as the driver counts them; rank `n` takes the `n`-th after it.
+    pub first_device: u32,
+}
+
+/// Where the weights come from.
+#[derive(Debug, Clone)]
+pub enum Weights {
+    /// A checkpoint, of which each rank reads its own part.
+    Checkpoint(Arc<Checkpoint>),
+    /// Made on the device, for benchmarks: random numbers of such sizes that activations stay near 1 and routing
+    /// spreads evenly. The cache is filled too, so that a step may begin at any context.
+    Random {
+        /// The shapes.
+        config: ModelConfig,
+        /// Equal seeds give equal weights.
+        seed: u64,
+    },
+}
+
+impl Weights {
+    /// The model's sizes.
+    #[must_use]
+    pub fn config(&self) -> &ModelConfig {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint.config(),
+            Self::Random { config, .. } => config,
+        }
+    }
+}
+
+impl From<device::DeviceError> for EngineError {
+    fn from(error: device::DeviceError) -> Self {
+        KernelError::from(error).into()
+    }
+}
+
+/// How many GPUs this build could use here.
+///
+/// # Errors
+/// [`EngineError::Gpu`] or [`EngineError::Setup`] with what is missing: kernels in this build, the driver, a device, or
+/// one of compute capability 9.0.
+pub fn available() -> Result<u32, EngineError> {
+    if !kernels::AVAILABLE {
+        return Err(KernelError::NotBuilt.into());
+    }
+    let devices = device::probe()?;
+    check_capability(&Device::open(0)?)?;
+    Ok(devices)
+}
+
+fn check_capability(device: &Device) -> Result<(), EngineError> {
+    let found @ (major, minor) = device.compute_capability()?;
+    if found == COMPUTE_CAPABILITY {
+        return Ok(());
+    }
+    let name = device.name()?;
+    Err(EngineError::Setup(format!("{name} has compute capability {major}.{minor}, the kernels are for 9.0")))
+}
+
+/// The KV layout of a group built with these options.
+#[must_use]
+pub fn kv_layout(config: &ModelConfig, options: &CudaOptions) -> KvLayout {
+    config.kv_layout(options.page_tokens, KvDtype::Bf16, options.layout.tp)
+}
+
+/// Loads or makes the weights and starts a thread for each rank. `progress` is called from the ranks' threads.
+///
+/// # Errors
+/// [`EngineError::Setup`] or [`EngineError::Layout`] for options or models that this engine cannot run,
+/// [`EngineError::Load`] for a damaged checkpoint, [`EngineError::Gpu`] without a GPU or enough memory on it.
+pub fn build_group(
+    weights: Weights,
+    options: CudaOptions,
+    listener: Option<Arc<dyn KvListener>>,
+    progress: Arc<dyn Fn(LoadProgress) + Send + Sync>,
+) -> Result<EngineGroup, EngineError> {
+    let config = weights.config().clone();
+    check(&config, &options)?;
+    available()?;
+    let plans = ShardPlan::all(&config, options.layout)?;
+    let layout = kv_layout(&config, &options);
+    let ranks = options.layout.ranks();
+    EngineGroup::start("engine", ranks, layout, Arc::new(Fault::new(ranks)), move |rank| {
+        let plan = &plans[rank as usize];
+        let mut gpu = Gpu::open(options.first_device + rank)?;
+        check_capability(&gpu.stream.device())?;
+        let report = |done, total| progress(LoadProgress { rank, done, total });
+        let weights = load(&weights, &config, plan, &mut gpu, &report)?;
+        CudaRank::new(&config, plan.clone(), gpu, weights, &options, Box::new(OneRank), listener.clone())
+    })
+}
+
+/// Weights on the device, with what else their source brings.
+struct Loaded {
+    weights: DeviceWeights,
+    /// Fills the cache, for weights that are random.
+    filler: Option<RandomTensors>,
+}
+
+fn load(
+    source: &Weights,
+    config: &ModelConfig,
+    plan: &ShardPlan,
+    gpu: &mut Gpu,
+    report: &dyn Fn(u64, u64),
+) -> Result<Loaded, EngineError> {
+    let bytes = rank_bytes(config, plan);
+    let build = |tensors: &mut dyn TensorSource, gpu: &Gpu, before: u64| {
+        let layers = config.num_layers as u64;
+        let packed = |layer: usize| report(before + bytes * layer as u64 / layers, before + bytes);
+        DeviceWeights::build(config, plan, gpu, tensors, &packed)
+    };
+    match source {
+        Weights::Checkpoint(checkpoint) => {
+            let loaded = load_rank(checkpoint, plan, &|done, _| report(done, 2 * bytes))?;
+            let weights = build(&mut LoadedTensors::new(loaded, &gpu.stream), gpu, bytes)?;
+            Ok(Loaded { weights, filler: None })
+        }
+        Weights::Random { seed, .. } => {
+            let mut random = RandomTensors::new(config, *seed, &gpu.stream)?;
+            let weights = build(&mut random, gpu, 0)?;
+            Ok(Loaded { weights, filler: Some(random) })
+        }
+    }
+}
+
+fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError> {
+    let fail = |reason: String| Err(EngineError::Setup(reason));
+    if options.layout.ranks() != 1 {
+        return fail(format!("layout {}: the cuda engine runs on one gpu so far", options.layout));
+    }
+    if config.head_dim != HEAD_DIM {
+        return fail(format!("head_dim is {}, the kernels are built for {HEAD_DIM}", config.head_dim));
+    }
+    if !config.hidden_size.is_multiple_of(64) || !config.q_width().is_multiple_of(64) {
+        return fail(format!("hidden_size {} is no multiple of 64", config.hidden_size));
+    }
+    if !config.vocab_size.is_multiple_of(16) {
+        return fail(format!("vocab_size {} is no multiple of 16", config.vocab_size));
+    }
+    if options.page_tokens == 0 || !options.page_tokens.is_multiple_of(32) {
+        return fail(format!("page_tokens is {}, the kernels take multiples of 32", options.page_tokens));
+    }
+    if options.max_slots == 0 || options.max_step_tokens == 0 {
+        return fail("max_slots and max_step_tokens must be at least 1".into());
+    }
+    let longest = config.max_context_tokens;
+    if options.max_context_tokens == 0 || options.max_context_tokens as usize > longest {
+        return fail(format!("max_context_tokens is {}, the model takes 1 to {longest}", options.max_context_tokens));
+    }
+    if let Some(range) = options.masked_tokens.iter().find(|range| range.end as usize > config.vocab_size) {
+        return fail(format!("masked tokens {range:?} lie beyond the vocabulary of {}", config.vocab_size));
+    }
+    Ok(())
+}

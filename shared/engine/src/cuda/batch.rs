@@ -1,0 +1,290 @@
+//! A step's rows as arrays: first the rows of one token, which decode attention takes together, then the longer ones,
+//! chunk by chunk.
+
+use std::ops::Range;
+
+use kernels::SampleRow;
+use scheduler::plan::{RowOutputKind, RowTokens, StepPlan, StepRow};
+use types::{PageGroup, SlotId};
+
+use super::kv_cache::RankCache;
+use crate::EngineError;
+
+/// A row of several tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Chunk {
+    pub(crate) slot: SlotId,
+    /// Position of its first token.
+    pub(crate) start: usize,
+    /// Its tokens, within the batch.
+    pub(crate) tokens: Range<usize>,
+}
+
+/// What the device shall do with the rows of a plan.
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
+    /// Token ids; `-1 - i` is the token of row `i` of the draw before.
+    pub(crate) tokens: Vec<i32>,
+    pub(crate) positions: Vec<i32>,
+    /// Slot of each token.
+    pub(crate) slots: Vec<i32>,
+    /// Keys that a decode row sees, its own included; 0 for tokens of chunks.
+    pub(crate) contexts: Vec<i32>,
+    /// The first tokens, each a row of its own.
+    pub(crate) decode_rows: usize,
+    pub(crate) chunks: Vec<Chunk>,
+    /// Tokens whose logits are drawn from, ascending, and how.
+    pub(crate) sample_tokens: Vec<usize>,
+    pub(crate) sample_rows: Vec<SampleRow>,
+    /// For each row of the plan: its draw, if it samples.
+    pub(crate) draws: Vec<Option<usize>>,
+    /// For each row of the plan: tokens whose logits it yields.
+    pub(crate) logits: Vec<Range<usize>>,
+    /// Longest context of a decode row.
+    pub(crate) max_context: usize,
+    /// Whether any row publishes its KV.
+    pub(crate) publishes: bool,
+}
+
+/// What a batch is checked against.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    pub(crate) max_slots: usize,
+    pub(crate) max_step_tokens: usize,
+    pub(crate) vocab_size: usize,
+    pub(crate) window: usize,
+}
+
+/// What the rank knows of its slots.
+pub(crate) trait Slots {
+    /// The entry of [`Batch::tokens`] that stands for the last token sampled in a slot; `None` if there is none.
+    fn last_token(&self, slot: usize) -> Option<i32>;
+
+    /// How the next token of a slot is drawn; `None` if it is not bound. Asked once for each row that samples.
+    fn next_draw(&mut self, slot: usize) -> Option<SampleRow>;
+}
+
+impl Batch {
+    /// Orders a plan's rows, whose slots and pages have been applied.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`] if a row has no tokens or unknown ones, if its slot does not exist, appears twice or lacks
+    /// what the row needs, or if a position has no page.
+    pub(crate) fn new(
+        plan: &StepPlan,
+        slots: &mut dyn Slots,
+        cache: &RankCache,
+        limits: &Limits,
+    ) -> Result<Self, EngineError> {
+        Self::arrange(plan, slots, &|slot, group, positions| cache.covers(slot, group, positions), limits)
+            .map_err(|reason| EngineError::Plan { step: plan.step, reason })
+    }
+
+    fn arrange(
+        plan: &StepPlan,
+        slots: &mut dyn Slots,
+        covers: &dyn Fn(usize, PageGroup, &Range<usize>) -> bool,
+        limits: &Limits,
+    ) -> Result<Self, String> {
+        let num_rows = plan.rows.len();
+        let mut batch = Self { draws: vec![None; num_rows], logits: vec![0..0; num_rows], ..Self::default() };
+        let mut seen = vec![false; limits.max_slots];
+        for row in &plan.rows {
+            check_row(row, covers, limits)?;
+            if std::mem::replace(&mut seen[row.slot.0 as usize], true) {
+                return Err(format!("slot {} has two rows", row.slot.0));
+            }
+        }
+        let is_single = |row: &StepRow| row.tokens.len() == 1;
+        let (single, several): (Vec<_>, Vec<_>) = plan.rows.iter().enumerate().partition(|(_, row)| is_single(row));
+        for (idx, row) in single {
+            let first = batch.push(row, slots)?;
+            batch.contexts[first] = row.position as i32 + 1;
+            batch.max_context = batch.max_context.max(row.position as usize + 1);
+            batch.decode_rows += 1;
+            batch.want(idx, row, first..first + 1, slots)?;
+        }
+        for (idx, row) in several {
+            let first = batch.push(row, slots)?;
+            let tokens = first..batch.tokens.len();
+            batch.chunks.push(Chunk { slot: row.slot, start: row.position as usize, tokens: tokens.clone() });
+            batch.want(idx, row, tokens, slots)?;
+        }
+        if batch.tokens.len() > limits.max_step_tokens {
+            return Err(format!("{} tokens, at most {} are allowed", batch.tokens.len(), limits.max_step_tokens));
+        }
+        Ok(batch)
+    }
+
+    /// Appends a row's tokens; yields the place of the first.
+    fn push(&mut self, row: &StepRow, slots: &dyn Slots) -> Result<usize, String> {
+        let first = self.tokens.len();
+        match &row.tokens {
+            RowTokens::Known(tokens) => self.tokens.extend(tokens.iter().map(|token| *token as i32)),
+            RowTokens::LastSampled => {
+                let token = slots.last_token(row.slot.0 as usize);
+                self.tokens.push(token.ok_or_else(|| format!("slot {} has sampled no token", row.slot.0))?);
+            }
+        }
+        let len = self.tokens.len();
+        self.positions.extend((row.position as i32..).take(len - first));
+        self.slots.resize(len, row.slot.0 as i32);
+        self.contexts.resize(len, 0);
+        self.publishes |= row.publish_kv;
+        Ok(first)
+    }
+
+    fn want(&mut self, idx: usize, row: &StepRow, tokens: Range<usize>, slots: &mut dyn Slots) -> Result<(), String> {
+        let last = tokens.end - 1;
+        match row.output {
+            RowOutputKind::None => {}
+            RowOutputKind::LastLogits => self.logits[idx] = last..last + 1,
+            RowOutputKind::AllLogits => self.logits[idx] = tokens,
+            RowOutputKind::Sample => {
+                let draw = slots.next_draw(row.slot.0 as usize);
+                self.sample_rows.push(draw.ok_or_else(|| format!("slot {} samples but is not bound", row.slot.0))?);
+                let draw = self.sample_tokens.len();
+                self.draws[idx] = Some(draw);
+                self.sample_tokens.push(last);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the step is what a graph does: every row decodes one token and samples the next.
+    pub(crate) fn is_plain_decode(&self) -> bool {
+        let tokens = self.tokens.len();
+        tokens > 0 && self.decode_rows == tokens && self.sample_tokens.len() == tokens && !self.publishes
+    }
+
+    /// Fills a plain decode batch up to `rows`. The added rows repeat the one with the shortest context, so they visit
+    /// experts and pages that are read anyway, and write to the cache what it writes.
+    pub(crate) fn pad(&mut self, rows: usize) {
+        let Some(shortest) = (0..self.decode_rows).min_by_key(|row| self.contexts[*row]) else { return };
+        for part in [&mut self.tokens, &mut self.positions, &mut self.slots, &mut self.contexts] {
+            let repeated = part[shortest];
+            part.resize(rows, repeated);
+        }
+        self.decode_rows = rows;
+        self.sample_tokens.extend(self.sample_rows.len()..rows);
+        self.sample_rows.resize(rows, SampleRow::default());
+    }
+}
+
+fn check_row(
+    row: &StepRow,
+    covers: &dyn Fn(usize, PageGroup, &Range<usize>) -> bool,
+    limits: &Limits,
+) -> Result<(), String> {
+    let (slot, position) = (row.slot.0 as usize, row.position as usize);
+    if slot >= limits.max_slots {
+        return Err(format!("slot {slot} does not exist"));
+    }
+    if row.tokens.is_empty() {
+        return Err(format!("the row of slot {slot} has no tokens"));
+    }
+    if let RowTokens::Known(tokens) = &row.tokens
+        && let Some(token) = tokens.iter().find(|token| **token as usize >= limits.vocab_size)
+    {
+        return Err(format!("slot {slot} has token {token}, the vocabulary {} tokens", limits.vocab_size));
+    }
+    let end = position + row.tokens.len();
+    let window = (position + 1).saturating_sub(limits.window)..end;
+    if !covers(slot, PageGroup::Full, &(0..end)) || !covers(slot, PageGroup::Window, &window) {
+        return Err(format!("slot {slot} lacks pages for positions up to {end}"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { max_slots: 8, max_step_tokens: 16, vocab_size: 100, window: 4 };
+
+    /// Slot `n` last sampled token `n + 10`, but slot 3 is unbound and slot 2's token is still row 5 of the draw
+    /// before.
+    struct Fixed;
+
+    impl Slots for Fixed {
+        fn last_token(&self, slot: usize) -> Option<i32> {
+            match slot {
+                2 => Some(-6),
+                3 => None,
+                _ => Some(slot as i32 + 10),
+            }
+        }
+
+        fn next_draw(&mut self, slot: usize) -> Option<SampleRow> {
+            (slot != 3).then(|| SampleRow { seed: slot as u64, ..SampleRow::default() })
+        }
+    }
+
+    fn row(slot: u32, position: u32, tokens: RowTokens, output: RowOutputKind) -> StepRow {
+        StepRow { slot: SlotId(slot), position, tokens, output, publish_kv: false }
+    }
+
+    fn known(tokens: &[u32]) -> RowTokens {
+        RowTokens::Known(tokens.to_vec())
+    }
+
+    fn arrange(rows: Vec<StepRow>) -> Result<Batch, String> {
+        let plan = StepPlan { rows, ..StepPlan::default() };
+        Batch::arrange(&plan, &mut Fixed, &|_, _, positions| positions.end <= 32, &LIMITS)
+    }
+
+    #[test]
+    fn single_tokens_come_first_and_outputs_follow_the_plan() {
+        let batch = arrange(vec![
+            row(1, 7, known(&[3, 4, 5]), RowOutputKind::Sample),
+            row(2, 9, RowTokens::LastSampled, RowOutputKind::Sample),
+            row(4, 0, known(&[6, 7]), RowOutputKind::AllLogits),
+            row(5, 2, known(&[8]), RowOutputKind::LastLogits),
+        ])
+        .unwrap();
+        assert_eq!(batch.tokens, [-6, 8, 3, 4, 5, 6, 7]);
+        assert_eq!(batch.positions, [9, 2, 7, 8, 9, 0, 1]);
+        assert_eq!(batch.slots, [2, 5, 1, 1, 1, 4, 4]);
+        assert_eq!(batch.contexts, [10, 3, 0, 0, 0, 0, 0]);
+        assert_eq!((batch.decode_rows, batch.max_context), (2, 10));
+        assert_eq!(batch.chunks[1], Chunk { slot: SlotId(4), start: 0, tokens: 5..7 });
+        assert_eq!(batch.sample_tokens, [0, 4]);
+        assert_eq!(batch.draws, [Some(1), Some(0), None, None]);
+        assert_eq!(batch.logits, [0..0, 0..0, 5..7, 1..2]);
+        assert!(!batch.is_plain_decode());
+    }
+
+    #[test]
+    fn padding_repeats_the_shortest_row_and_draws_nothing_of_it() {
+        let decode = |slot, position| row(slot, position, RowTokens::LastSampled, RowOutputKind::Sample);
+        let mut batch = arrange(vec![decode(1, 20), decode(2, 5), decode(4, 9)]).unwrap();
+        assert!(batch.is_plain_decode());
+        batch.pad(5);
+        assert_eq!(batch.tokens, [11, -6, 14, -6, -6]);
+        assert_eq!(batch.contexts, [21, 6, 10, 6, 6]);
+        assert_eq!(batch.sample_tokens, [0, 1, 2, 3, 4]);
+        assert_eq!(batch.sample_rows[3..], [SampleRow::default(); 2]);
+        assert_eq!(batch.draws, [Some(0), Some(1), Some(2)]);
+    }
+
+    #[test]
+    fn a_row_that_cannot_be_is_named() {
+        let cases = [
+            (vec![row(8, 0, known(&[1]), RowOutputKind::None)], "slot 8 does not exist"),
+            (vec![row(0, 0, known(&[]), RowOutputKind::None)], "no tokens"),
+            (vec![row(0, 0, known(&[100]), RowOutputKind::None)], "token 100"),
+            (vec![row(0, 31, known(&[1, 2]), RowOutputKind::None)], "lacks pages"),
+            (vec![row(3, 0, RowTokens::LastSampled, RowOutputKind::None)], "slot 3 has sampled no token"),
+            (vec![row(3, 0, known(&[1]), RowOutputKind::Sample)], "slot 3 samples but is not bound"),
+            (vec![row(0, 0, known(&[1; 17]), RowOutputKind::None)], "17 tokens, at most 16"),
+            (
+                vec![row(0, 0, known(&[1]), RowOutputKind::None), row(0, 1, known(&[1]), RowOutputKind::None)],
+                "two rows",
+            ),
+        ];
+        for (rows, reason) in cases {
+            let error = arrange(rows).map(drop).unwrap_err();
+            assert!(error.contains(reason), "{error}");
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! The model: what a step enqueues, from token numbers to logits.
+//!
+//! ```text
+//! x = embedding[tokens]
+//! for each layer:
+//!     x += o_proj(attention(rotate(qkv_proj(norm(x)))))       summed over ranks: partial sums over heads
+//!     x += sum of experts(norm(x))                            summed over ranks: experts, or partial sums over units
+//! logits = head(norm(x of the wanted tokens))
+//! ```
+//! A residual add is fused with the norm behind it, so a block begins and ends with a normed stream. With one rank the
+//! weighted sum of experts is fused with both.
+
+use std::ops::Range;
+
+use device::{DeviceBuffer, View};
+use half::bf16;
+use kernels::{
+    ChooseExperts, Combine, CombineNorm, DecodeAttention, Dispatch, Embed, ExpertWeights, Output, PrefillAttention,
+    RmsNorm, RopeKv, Router,
+};
+use model::{ModelConfig, ShardPlan};
+use types::PageGroup;
+
+use super::activations::Activations;
+use super::batch::Batch;
+use super::collective::Collective;
+use super::kv_cache::RankCache;
+use super::products::{dense, expert_tile, experts};
+use super::rank::Gpu;
+use super::step_inputs::StepInputs;
+use super::weights::{DeviceWeights, Layer};
+use crate::EngineError;
+use crate::kv_slice::page_group;
+
+/// Tokens up to which `Router` is faster than `TileGemm` and `ChooseExperts` (kernels/RESULTS.md).
+const ROUTER_TOKENS: usize = 200;
+
+/// What does not change from step to step.
+pub(crate) struct RankModel {
+    pub(crate) config: ModelConfig,
+    pub(crate) plan: ShardPlan,
+    pub(crate) weights: DeviceWeights,
+    /// `[cos, sin]` of each position and channel, `[positions, head_dim / 2]`.
+    pub(crate) angles: DeviceBuffer<[f32; 2]>,
+    pub(crate) routing: ExpertWeights,
+}
+
+/// One step under way. Only enqueues.
+pub(crate) struct Forward<'a> {
+    pub(crate) gpu: &'a mut Gpu,
+    pub(crate) model: &'a RankModel,
+    pub(crate) acts: &'a mut Activations,
+    pub(crate) cache: &'a mut RankCache,
+    pub(crate) inputs: &'a StepInputs,
+    /// Tokens of the draw before.
+    pub(crate) sampled: View<'a, i32>,
+    pub(crate) collective: &'a mut dyn Collective,
+    pub(crate) batch: &'a Batch,
+    /// Context for which decode attention spreads its work.
+    pub(crate) max_context: usize,
+}
+
+impl Forward<'_> {
+    /// Enqueues all layers. `stored(gpu, layer)` is called when the work that writes a layer's keys and values has been
+    /// enqueued.
+    ///
+    /// # Errors
+    /// [`EngineError::Gpu`].
+    pub(crate) fn layers(
+        &mut self,
+        mut stored: impl FnMut(&Gpu, usize) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        self.embed()?;
+        let model = self.model;
+        for (idx, layer) in model.weights.layers.iter().enumerate() {
+            self.store_kv(idx, layer)?;
+            stored(self.gpu, idx)?;
+            self.attend(idx, layer)?;
+            let next = model.weights.layers.get(idx + 1).map_or(&model.weights.final_norm, |next| &next.attn_norm);
+            self.expert_block(layer, next)?;
+        }
+        Ok(())
+    }
+
+    /// Fills `acts.logits` for some tokens of the step, ascending, at most as many as it has rows.
+    ///
+    /// # Errors
+    /// [`EngineError::Gpu`].
+    pub(crate) fn logits(&mut self, tokens: &[usize]) -> Result<(), EngineError> {
+        let (hidden, vocab) = (self.model.config.hidden_size, self.model.plan.vocab_rows.len());
+        let Activations { normed, head_in, logits, .. } = &mut *self.acts;
+        let runs = runs(tokens);
+        let x = match &runs[..] {
+            [whole] => normed.slice(whole.start * hidden..whole.end * hidden),
+            _ => {
+                let mut at = 0;
+                for run in runs {
+                    let rows = at..at + run.len();
+                    at = rows.end;
+                    self.gpu.stream.copy(
+                        head_in.slice_mut(rows.start * hidden..rows.end * hidden),
+                        normed.slice(run.start * hidden..run.end * hidden),
+                    )?;
+                }
+                head_in.slice(..at * hidden)
+            }
+        };
+        let out = Output::F32(logits.slice_mut(..tokens.len() * vocab));
+        dense(self.gpu, &self.model.weights.head, None, x, out)
+    }
+
+    fn embed(&mut self) -> Result<(), EngineError> {
+        let (tokens, hidden) = (self.batch.tokens.len(), self.model.config.hidden_size);
+        let Activations { residual, normed, .. } = &mut *self.acts;
+        Embed {
+            table: self.model.weights.embedding.view(),
+            tokens: self.inputs.tokens(tokens),
+            sampled: self.sampled,
+            out: residual.slice_mut(..tokens * hidden),
+            hidden,
+        }
+        .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+        RmsNorm {
+            residual: residual.slice_mut(..tokens * hidden),
+            delta: None,
+            weight: self.model.weights.layers[0].attn_norm.view(),
+            out: normed.slice_mut(..tokens * hidden),
+            eps: self.model.config.rms_norm_eps,
+        }
+        .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+        Ok(())
+    }
+
+    /// Projects queries, keys and values, rotates, and writes keys and values into their pages.
+    fn store_kv(&mut self, idx: usize, layer: &Layer) -> Result<(), EngineError> {
+        let (tokens, model) = (self.batch.tokens.len(), self.model);
+        let [qkv_width, hidden] = layer.qkv.weight.shape();
+        let q_width = model.plan.heads.len() * model.config.head_dim;
+        let Activations { normed, qkv, q, .. } = &mut *self.acts;
+        let out = Output::Bf16(qkv.slice_mut(..tokens * qkv_width));
+        let x = normed.slice(..tokens * hidden);
+        dense(self.gpu, &layer.qkv.weight, Some(layer.qkv.bias.view()), x, out)?;
+        let (group, group_layer) = page_group(&model.config, idx);
+        let (cache, table) = self.cache.split(group);
+        RopeKv {
+            qkv: qkv.slice(..tokens * qkv_width),
+            q: q.slice_mut(..tokens * q_width),
+            cache,
+            layer: group_layer,
+            angles: model.angles.view(),
+            positions: self.inputs.positions(tokens),
+            sequences: Some(self.inputs.slots(tokens)),
+            table,
+        }
+        .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+        Ok(())
+    }
+
+    /// Attention and its output projection, up to the normed input of the experts.
+    fn attend(&mut self, idx: usize, layer: &Layer) -> Result<(), EngineError> {
+        let (batch, model) = (self.batch, self.model);
+        let (group, group_layer) = page_group(&model.config, idx);
+        let (cache, table) = self.cache.read(group);
+        let window = (group == PageGroup::Window).then_some(model.config.window);
+        let [hidden, q_width] = layer.out.weight.shape();
+        let Activations { q, attention, delta, residual, normed, .. } = &mut *self.acts;
+        let (gpu, tokens) = (&mut *self.gpu, batch.tokens.len());
+        if batch.decode_rows > 0 {
+            DecodeAttention {
+                q: q.slice(..batch.decode_rows * q_width),
+                sinks: layer.sinks.view(),
+                cache,
+                layer: group_layer,
+                contexts: self.inputs.contexts(tokens, batch.decode_rows),
+                table,
+                sequences: Some(self.inputs.slots(tokens).slice(..batch.decode_rows)),
+                window,
+                max_context: self.max_context,
+                out: attention.slice_mut(..batch.decode_rows * q_width),
+                workspace: &mut gpu.workspace,
+            }
+            .enqueue(&gpu.kernels, &gpu.stream)?;
+        }
+        for chunk in &batch.chunks {
+            let Range { start, end } = chunk.tokens;
+            PrefillAttention {
+                q: q.slice(start * q_width..end * q_width),
+                sinks: layer.sinks.view(),
+                cache,
+                layer: group_layer,
+                start: chunk.start,
+                pages: self.cache.pages_of(group, chunk.slot),
+                first_page: 0,
+                window,
+                out: attention.slice_mut(start * q_width..end * q_width),
+            }
+            .enqueue(&gpu.kernels, &gpu.stream)?;
+        }
+        let adds_bias = model.plan.tp_rank == 0;
+        let bias = adds_bias.then(|| layer.out.bias.view());
+        let out = Output::Bf16(delta.slice_mut(..tokens * hidden));
+        dense(gpu, &layer.out.weight, bias, attention.slice(..tokens * q_width), out)?;
+        self.collective.all_reduce(&gpu.stream, delta.slice_mut(..tokens * hidden))?;
+        RmsNorm {
+            residual: residual.slice_mut(..tokens * hidden),
+            delta: Some(delta.slice(..tokens * hidden)),
+            weight: layer.mlp_norm.view(),
+            out: normed.slice_mut(..tokens * hidden),
+            eps: model.config.rms_norm_eps,
+        }
+        .enqueue(&gpu.kernels, &gpu.stream)?;
+        Ok(())
+    }
+
+    /// The experts, up to the normed input of the next block, whose norm has weights `next_norm`.
+    fn expert_block(&mut self, layer: &Layer, next_norm: &DeviceBuffer<bf16>) -> Result<(), EngineError> {
+        let (tokens, model) = (self.batch.tokens.len(), self.model);
+        let (hidden, top) = (model.config.hidden_size, model.config.experts_per_token);
+        let pairs = tokens * top;
+        self.route(layer, tokens)?;
+        let tile = expert_tile(pairs, model.config.num_experts);
+        let Activations { experts: picks, routings, .. } = &mut *self.acts;
+        let routing = &mut routings[tile];
+        Dispatch { experts: picks.slice(..pairs), first_expert: model.plan.experts.start, routing }
+            .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+        experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
+
+        let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
+        let (kernels, stream) = (&self.gpu.kernels, &self.gpu.stream);
+        let is_alone = self.collective.ranks() == 1;
+        let combine = Combine {
+            y: expert_out.slice(..pairs * hidden),
+            weights: expert_weights.slice(..pairs),
+            slot: routings[tile].slot.slice(..pairs),
+            out: if is_alone { &mut *normed } else { &mut *delta }.slice_mut(..tokens * hidden),
+            hidden,
+            top,
+        };
+        let (residual, norm_weight) = (residual.slice_mut(..tokens * hidden), next_norm.view());
+        let eps = model.config.rms_norm_eps;
+        if is_alone {
+            CombineNorm { combine, residual, norm_weight, eps }.enqueue(kernels, stream)?;
+            return Ok(());
+        }
+        combine.enqueue(kernels, stream)?;
+        self.collective.all_reduce(stream, delta.slice_mut(..tokens * hidden))?;
+        let out = normed.slice_mut(..tokens * hidden);
+        let delta = Some(delta.slice(..tokens * hidden));
+        RmsNorm { residual, delta, weight: norm_weight, out, eps }.enqueue(kernels, stream)?;
+        Ok(())
+    }
+
+    /// Experts of each token, and their weights.
+    fn route(&mut self, layer: &Layer, tokens: usize) -> Result<(), EngineError> {
+        let (config, mode) = (&self.model.config, self.model.routing);
+        let (hidden, top, num_experts) = (config.hidden_size, config.experts_per_token, config.num_experts);
+        let Activations { normed, router_logits, experts, expert_weights, .. } = &mut *self.acts;
+        let x = normed.slice(..tokens * hidden);
+        let (experts, weights) = (experts.slice_mut(..tokens * top), expert_weights.slice_mut(..tokens * top));
+        let bias = layer.router.bias.view();
+        match &layer.router.packed {
+            Some(packed) if tokens > ROUTER_TOKENS => {
+                let out = Output::F32(router_logits.slice_mut(..tokens * num_experts));
+                dense(self.gpu, packed, Some(bias), x, out)?;
+                let logits = router_logits.slice_mut(..tokens * num_experts);
+                ChooseExperts { logits, num_experts, experts, weights, top, mode }
+                    .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+            }
+            _ => {
+                let weight = layer.router.weight.view();
+                Router { x, weight, bias, experts, weights, logits: None, top, mode }
+                    .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Runs of consecutive numbers in an ascending list.
+fn runs(tokens: &[usize]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for &token in tokens {
+        match runs.last_mut() {
+            Some(run) if run.end == token => run.end += 1,
+            _ => runs.push(token..token + 1),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::runs;
+
+    #[test]
+    fn consecutive_tokens_are_one_run() {
+        assert_eq!(runs(&[0, 1, 2, 5, 7, 8]), [0..3, 5..6, 7..9]);
+        assert!(runs(&[]).is_empty());
+    }
+}

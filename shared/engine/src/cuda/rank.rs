@@ -1,0 +1,382 @@
+//! One rank: slots, sampling state, cache and graphs around the forward pass.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use device::{Device, DeviceBuffer, Event, Stream};
+use kernels::{ExpertWeights, Kernels, SampleRow, Workspace};
+use kv::KvSlice;
+use model::rope::RopeAngles;
+use model::{ModelConfig, ShardPlan};
+use scheduler::plan::{RowOutput, StepOutput, StepPlan};
+use types::{PageId, SlotId, TokenId};
+
+use super::activations::Activations;
+use super::batch::{Batch, Limits, Slots};
+use super::collective::Collective;
+use super::forward::{Forward, RankModel};
+use super::graphs::{DecodeGraphs, GraphKey};
+use super::kv_cache::{CacheReader, RankCache};
+use super::sampler::{DeviceSampler, Drawing};
+use super::step_inputs::StepInputs;
+use super::{CudaOptions, HEAD_DIM, Loaded, Precision};
+use crate::{Engine, EngineError, KvListener};
+
+/// Rows of logits that are computed at once, if slots do not ask for more.
+const LOGIT_ROWS: usize = 32;
+
+/// A device, the stream of its steps, and the kernels.
+pub(crate) struct Gpu {
+    pub(crate) stream: Stream,
+    pub(crate) kernels: Kernels,
+    pub(crate) workspace: Workspace,
+}
+
+impl Gpu {
+    /// # Errors
+    /// [`EngineError::Gpu`].
+    pub(crate) fn open(ordinal: u32) -> Result<Self, EngineError> {
+        let device = Device::open(ordinal)?;
+        let stream = device.stream()?;
+        Ok(Self { kernels: Kernels::load(&device)?, workspace: Workspace::new(&stream)?, stream })
+    }
+}
+
+/// Where the last token of a slot is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LastToken {
+    Nowhere,
+    /// The host has read it.
+    Known(TokenId),
+    /// Row `row` of the draw of launch `launch`, not yet read.
+    Drawn {
+        launch: u64,
+        row: usize,
+    },
+}
+
+/// A step that was launched and not collected.
+struct Pending {
+    step: u64,
+    launch: u64,
+    rows: Vec<PendingRow>,
+    drawing: Option<Drawing>,
+}
+
+struct PendingRow {
+    slot: SlotId,
+    /// Its row of the draw.
+    draw: Option<usize>,
+    /// Alternatives that it reports beside the token, if log-probabilities are wanted.
+    logprobs: Option<u32>,
+    logits: Vec<f32>,
+}
+
+/// A rank of the CUDA engine.
+pub(crate) struct CudaRank {
+    gpu: Gpu,
+    model: RankModel,
+    limits: Limits,
+    cache: RankCache,
+    acts: Activations,
+    inputs: StepInputs,
+    sampler: DeviceSampler,
+    last_tokens: Vec<LastToken>,
+    /// Rows of `acts.logits`.
+    logit_rows: usize,
+    collective: Box<dyn Collective>,
+    graphs: DecodeGraphs,
+    listener: Option<Arc<dyn KvListener>>,
+    publish_layers: usize,
+    /// Copies of published KV, beside the steps.
+    copies: Stream,
+    launches: u64,
+    pending: VecDeque<Pending>,
+}
+
+impl CudaRank {
+    /// Makes everything a step needs, and the graphs.
+    ///
+    /// # Errors
+    /// [`EngineError::Gpu`].
+    pub(crate) fn new(
+        config: &ModelConfig,
+        plan: ShardPlan,
+        gpu: Gpu,
+        loaded: Loaded,
+        options: &CudaOptions,
+        collective: Box<dyn Collective>,
+        listener: Option<Arc<dyn KvListener>>,
+    ) -> Result<Self, EngineError> {
+        let (slots, tokens) = (options.max_slots as usize, options.max_step_tokens.max(options.max_slots) as usize);
+        let stream = gpu.stream.clone();
+        let logit_rows = slots.max(LOGIT_ROWS);
+        let multiprocessors = stream.device().multiprocessors()? as usize;
+        let max_context = options.max_context_tokens as usize;
+        let mut rank = Self {
+            limits: Limits {
+                max_slots: slots,
+                max_step_tokens: tokens,
+                vocab_size: config.vocab_size,
+                window: config.window,
+            },
+            cache: RankCache::new(&stream, config, &plan, options, loaded.filler)?,
+            acts: Activations::new(&stream, config, &plan, tokens, logit_rows)?,
+            inputs: StepInputs::new(&stream, tokens, slots)?,
+            sampler: DeviceSampler::new(&stream, slots, config.vocab_size, &options.masked_tokens)?,
+            last_tokens: vec![LastToken::Nowhere; slots],
+            logit_rows,
+            collective,
+            graphs: DecodeGraphs::new(slots, max_context, multiprocessors, plan.kv_heads.len()),
+            listener,
+            publish_layers: options
+                .publish_layers
+                .map_or(config.num_layers.div_ceil(4), |layers| layers as usize)
+                .max(1),
+            copies: stream.device().stream()?,
+            launches: 0,
+            pending: VecDeque::new(),
+            model: RankModel {
+                angles: angle_table(&stream, config, max_context)?,
+                config: config.clone(),
+                plan,
+                weights: loaded.weights,
+                routing: match options.routing {
+                    Precision::F32 => ExpertWeights::F32,
+                    Precision::Bf16 => ExpertWeights::Bf16,
+                },
+            },
+            gpu,
+        };
+        for key in rank.graphs.keys() {
+            rank.capture(key)?;
+        }
+        rank.gpu.stream.synchronize()?;
+        Ok(rank)
+    }
+
+    /// Records the decode step of `key.rows` rows. What the rows are is read from memory when it runs.
+    fn capture(&mut self, key: GraphKey) -> Result<(), EngineError> {
+        let batch = Batch {
+            tokens: vec![0; key.rows],
+            decode_rows: key.rows,
+            sample_tokens: (0..key.rows).collect(),
+            ..Batch::default()
+        };
+        let stream = self.gpu.stream.clone();
+        let graph = stream.capture(|_| {
+            let mut forward = self.forward(&batch, key.max_context);
+            forward.layers(|_, _| Ok(()))?;
+            forward.logits(&batch.sample_tokens)
+        })?;
+        self.graphs.insert(key, graph);
+        Ok(())
+    }
+
+    fn forward<'a>(&'a mut self, batch: &'a Batch, max_context: usize) -> Forward<'a> {
+        Forward {
+            gpu: &mut self.gpu,
+            model: &self.model,
+            acts: &mut self.acts,
+            cache: &mut self.cache,
+            inputs: &self.inputs,
+            sampled: self.sampler.tokens(),
+            collective: &mut *self.collective,
+            batch,
+            max_context,
+        }
+    }
+
+    /// Slots and pages, before the rows.
+    fn apply(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let slots = self.limits.max_slots;
+        let check = |slot: SlotId| {
+            let (idx, step) = (slot.0 as usize, plan.step);
+            let reason = || format!("slot {idx} is beyond the engine's {slots}");
+            if idx < slots { Ok(idx) } else { Err(EngineError::Plan { step, reason: reason() }) }
+        };
+        for slot in &plan.unbind {
+            let slot = check(*slot)?;
+            self.cache.forget(slot);
+            self.sampler.unbind(slot);
+            self.last_tokens[slot] = LastToken::Nowhere;
+        }
+        for binding in &plan.bind {
+            let slot = check(binding.slot)?;
+            self.cache.forget(slot);
+            self.sampler.bind(&self.gpu.stream, slot, binding)?;
+            self.last_tokens[slot] = LastToken::Nowhere;
+        }
+        for delta in &plan.pages {
+            check(delta.slot)?;
+            self.cache.apply(&self.gpu.stream, plan.step, delta)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the layers as a graph, or kernel by kernel. Yields, for a step that publishes, an event for each batch of
+    /// layers.
+    fn run(&mut self, batch: &mut Batch) -> Result<Vec<Event>, EngineError> {
+        let stream = self.gpu.stream.clone();
+        let mut published = Vec::new();
+        if batch.is_plain_decode() {
+            let key = self.graphs.key(batch.tokens.len(), batch.max_context);
+            batch.pad(key.rows);
+            self.inputs.upload(&stream, batch)?;
+            let graph = self.graphs.get(key).expect("`new` captured every key that `key` yields");
+            graph.launch(&stream)?;
+            return Ok(published);
+        }
+        self.inputs.upload(&stream, batch)?;
+        let (publish_layers, num_layers) = (self.publish_layers, self.model.config.num_layers);
+        let publishes = batch.publishes && self.listener.is_some();
+        let mut forward = self.forward(batch, batch.max_context);
+        forward.layers(|gpu, layer| {
+            let end = layer + 1;
+            if publishes && (end.is_multiple_of(publish_layers) || end == num_layers) {
+                published.push(gpu.stream.record()?);
+            }
+            Ok(())
+        })?;
+        Ok(published)
+    }
+
+    /// Draws from the logits of a batch.
+    fn draw(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        let pending = self.pending.back_mut().expect("a step is drawn from after it was launched");
+        let stream = &self.gpu.stream;
+        let rows = batch.sample_rows.len();
+        self.inputs.upload_rows(stream, &batch.sample_rows)?;
+        let logits = self.acts.logits.slice(..rows * self.limits.vocab_size);
+        self.sampler.draw(&self.gpu, logits, self.inputs.sample_rows(rows))?;
+        let reports = pending.rows.iter().any(|row| row.logprobs.is_some());
+        pending.drawing = Some(self.sampler.fetch(stream, reports)?);
+        Ok(())
+    }
+
+    /// Hands layers to the listener as they complete. Waits for the step's last layer: pages that later steps free and
+    /// fill again are read before.
+    fn publish(&self, plan: &StepPlan, events: Vec<Event>) -> Result<(), EngineError> {
+        let (Some(listener), layers) = (&self.listener, self.model.config.num_layers) else { return Ok(()) };
+        let reader = CacheReader { cache: &self.cache, stream: &self.copies };
+        for (i, event) in events.iter().enumerate() {
+            event.wait()?;
+            let start = i * self.publish_layers;
+            let end = (start + self.publish_layers).min(layers);
+            listener.layers_ready(self.model.plan.rank as u32, plan, start as u32..end as u32, &reader);
+        }
+        Ok(())
+    }
+
+    /// Computes and fetches the logits that a row asks for, waiting for them: they are for verification and tests, not
+    /// for serving.
+    fn fetch_logits(&mut self, batch: &Batch, row: usize) -> Result<Vec<f32>, EngineError> {
+        let (rows, vocab) = (self.logit_rows, self.limits.vocab_size);
+        let tokens: Vec<usize> = batch.logits[row].clone().collect();
+        let mut all = Vec::with_capacity(tokens.len() * vocab);
+        for piece in tokens.chunks(rows) {
+            self.forward(batch, batch.max_context).logits(piece)?;
+            all.extend(self.gpu.stream.download(self.acts.logits.slice(..piece.len() * vocab))?);
+        }
+        Ok(all)
+    }
+}
+
+impl Engine for CudaRank {
+    fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
+        self.apply(plan)?;
+        let launch = self.launches;
+        self.launches += 1;
+        let mut slots = HostSlots { last_tokens: &self.last_tokens, sampler: &mut self.sampler, launch };
+        let mut batch = Batch::new(plan, &mut slots, &self.cache, &self.limits)?;
+        let is_plain = batch.is_plain_decode();
+        let published = if batch.tokens.is_empty() { Vec::new() } else { self.run(&mut batch)? };
+        let mut rows = Vec::with_capacity(plan.rows.len());
+        for (idx, row) in plan.rows.iter().enumerate() {
+            let draw = batch.draws[idx];
+            if let Some(row_of_draw) = draw {
+                self.last_tokens[row.slot.0 as usize] = LastToken::Drawn { launch, row: row_of_draw };
+            }
+            let logprobs = draw.and_then(|draw| u32::try_from(batch.sample_rows[draw].logprobs).ok());
+            let logits = if batch.logits[idx].is_empty() { Vec::new() } else { self.fetch_logits(&batch, idx)? };
+            rows.push(PendingRow { slot: row.slot, draw, logprobs, logits });
+        }
+        self.pending.push_back(Pending { step: plan.step, launch, rows, drawing: None });
+        if !batch.sample_tokens.is_empty() {
+            if !is_plain {
+                self.forward(&batch, batch.max_context).logits(&batch.sample_tokens)?;
+            }
+            self.draw(&batch)?;
+        }
+        self.publish(plan, published)
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        let reason = || EngineError::Setup("collect without a launched step".into());
+        let Pending { step, launch, rows, drawing } = self.pending.pop_front().ok_or_else(reason)?;
+        let draws = drawing.map(Drawing::wait).transpose()?;
+        let mut outputs = Vec::with_capacity(rows.len());
+        for PendingRow { slot, draw, logprobs, logits } in rows {
+            let Some((row, draws)) = draw.zip(draws.as_ref()) else {
+                outputs.push(RowOutput { slot, sampled: None, logits });
+                continue;
+            };
+            let sampled = draws.token(row, logprobs);
+            let last = &mut self.last_tokens[slot.0 as usize];
+            // Otherwise the slot has been bound or has sampled again.
+            if *last == (LastToken::Drawn { launch, row }) {
+                *last = LastToken::Known(sampled.as_ref().map_or(0, |sampled| sampled.token));
+            }
+            if sampled.is_none() {
+                tracing::error!(step, slot = slot.0, "logits are not numbers or leave no token");
+            }
+            outputs.push(RowOutput { slot, sampled, logits });
+        }
+        if let Some(draws) = draws {
+            self.sampler.give_back(draws);
+        }
+        Ok(StepOutput { step, rows: outputs })
+    }
+
+    fn export_kv(&self, slice: &KvSlice, page: PageId, out: &mut [u8]) -> Result<(), EngineError> {
+        self.cache.export(&self.gpu.stream, slice, page, out)
+    }
+
+    fn import_kv(&mut self, slice: &KvSlice, page: PageId, bytes: &[u8]) -> Result<(), EngineError> {
+        self.cache.import(&self.gpu.stream, slice, page, bytes)
+    }
+}
+
+/// What a batch asks about slots while it is made for launch `launch`.
+struct HostSlots<'a> {
+    last_tokens: &'a [LastToken],
+    sampler: &'a mut DeviceSampler,
+    launch: u64,
+}
+
+impl Slots for HostSlots<'_> {
+    fn last_token(&self, slot: usize) -> Option<i32> {
+        match self.last_tokens[slot] {
+            LastToken::Known(token) => Some(token as i32),
+            // The device holds the last draw only. An older one has been collected: two steps are in flight at most.
+            LastToken::Drawn { launch, row } if launch + 1 == self.launch => Some(-1 - row as i32),
+            LastToken::Drawn { .. } | LastToken::Nowhere => None,
+        }
+    }
+
+    fn next_draw(&mut self, slot: usize) -> Option<SampleRow> {
+        self.sampler.next_row(slot)
+    }
+}
+
+/// Cosine and sine of every position.
+fn angle_table(stream: &Stream, config: &ModelConfig, positions: usize) -> Result<DeviceBuffer<[f32; 2]>, EngineError> {
+    let angles = RopeAngles::new(&config.rope, HEAD_DIM);
+    let (mut cos, mut sin) = ([0.0; HEAD_DIM / 2], [0.0; HEAD_DIM / 2]);
+    let mut table = Vec::with_capacity(positions * HEAD_DIM / 2);
+    for position in 0..positions {
+        angles.fill(position, &mut cos, &mut sin);
+        table.extend(cos.iter().zip(&sin).map(|(cos, sin)| [*cos, *sin]));
+    }
+    Ok(stream.upload(&table)?)
+}

@@ -1,0 +1,147 @@
+//! KV out of one engine and into another, and what listeners see.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use engine::cpu::{CpuOptions, Numerics};
+use engine::{KvListener, KvReader};
+use kv::KvSlice;
+use model::Checkpoint;
+use scheduler::plan::{RowOutputKind, StepPlan};
+use types::{KvDtype, PageId, ParallelLayout, Sampling, TokenId};
+
+use crate::driver::{self, Driver, Row, copy_kv, greedy};
+use crate::{distance, gpu_is_here, nano, options, prompt};
+
+/// Computes a prompt in `from`, moves it to `to`, and decodes there.
+fn hand_over(from: &mut Driver, to: &mut Driver, steps: usize) -> Vec<TokenId> {
+    let tokens = prompt(300);
+    from.bind(2, &tokens, greedy());
+    let output = from.step(vec![Row::new(2, &tokens, RowOutputKind::Sample)]);
+    let mut sampled = vec![output.rows[0].sampled.as_ref().unwrap().token];
+    to.bind(2, &tokens, greedy());
+    to.grow(2, 0, 300);
+    to.launch(Vec::new());
+    to.group.collect().unwrap();
+    copy_kv(from, to, 2);
+    to.sequences.get_mut(&2).unwrap().len = 300;
+    for _ in 0..steps {
+        let output = to.step(vec![Row::new(2, &sampled[sampled.len() - 1..], RowOutputKind::Sample)]);
+        sampled.push(output.rows[0].sampled.as_ref().unwrap().token);
+    }
+    from.end(2);
+    to.end(2);
+    sampled
+}
+
+#[test]
+fn a_sequence_goes_on_in_another_engine() {
+    if !gpu_is_here() {
+        return;
+    }
+    let (mut a, mut b) = (nano(options(), None), nano(options(), None));
+    let tokens = prompt(300);
+    a.bind(2, &tokens, greedy());
+    let mut want = Vec::new();
+    let mut next = Row::new(2, &tokens, RowOutputKind::Sample);
+    for _ in 0..41 {
+        want.push(a.step(vec![next]).rows[0].sampled.as_ref().unwrap().token);
+        next = Row::decode(2);
+    }
+    a.end(2);
+    assert_eq!(hand_over(&mut a, &mut b, 40), want);
+}
+
+#[test]
+fn pages_are_laid_out_as_the_cpu_engines() {
+    if !gpu_is_here() {
+        return;
+    }
+    let cpu = CpuOptions {
+        numerics: Numerics::BF16,
+        kv_dtype: KvDtype::Bf16,
+        page_tokens: 32,
+        ..driver::options(ParallelLayout::tp(2))
+    };
+    let (mut cpu, mut gpu) = (Driver::new(cpu), nano(options(), None));
+    let tokens = prompt(300);
+    // The last position's logits, over keys and values of the cpu engine, are about those over the gpu's own.
+    let mut last = Vec::new();
+    for moved in [true, false] {
+        let source = if moved { &mut cpu } else { &mut gpu };
+        source.bind(2, &tokens, greedy());
+        source.step(vec![Row::new(2, &tokens[..299], RowOutputKind::None)]);
+        if moved {
+            gpu.bind(2, &tokens, greedy());
+            gpu.grow(2, 0, 299);
+            gpu.launch(Vec::new());
+            gpu.group.collect().unwrap();
+            copy_kv(&cpu, &gpu, 2);
+            gpu.sequences.get_mut(&2).unwrap().len = 299;
+        }
+        last.push(gpu.step(vec![Row::new(2, &tokens[299..], RowOutputKind::LastLogits)]).rows.remove(0).logits);
+        gpu.end(2);
+    }
+    // Keys of two bf16 engines differ by about half a percent; a wrong layout would leave nothing in common.
+    let distance = distance(&last[0], &last[1]);
+    println!("logits over the cpu engine's pages: {distance:.2e} from those over our own");
+    assert!(distance < 0.05, "{distance}");
+}
+
+/// A slice as it was when it was published.
+struct Published {
+    slice: KvSlice,
+    page: PageId,
+    bytes: Vec<u8>,
+}
+
+#[derive(Default)]
+struct Recorder {
+    calls: Mutex<Vec<Range<u32>>>,
+    slices: Mutex<Vec<Published>>,
+}
+
+impl KvListener for Recorder {
+    fn layers_ready(&self, rank: u32, plan: &StepPlan, layers: Range<u32>, kv: &dyn KvReader) {
+        assert_eq!(rank, 0);
+        self.calls.lock().unwrap().push(layers.clone());
+        let model = Checkpoint::embedded_nano();
+        let layout = engine::cuda::kv_layout(model.config(), &options());
+        for layer in layers {
+            let group = model.config().page_group(layer as usize);
+            let pages = &plan.pages.iter().find(|delta| delta.group == group).unwrap().append;
+            for (logical, page) in pages.iter().enumerate() {
+                let slice = KvSlice { group, layer, page: logical as u32, head_start: 1, head_count: 2 };
+                let mut bytes = vec![0; 2 * layout.head_bytes()];
+                kv.export_kv(&slice, *page, &mut bytes).unwrap();
+                self.slices.lock().unwrap().push(Published { slice, page: *page, bytes });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
+    if !gpu_is_here() {
+        return;
+    }
+    for (publish_layers, ranges) in [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4])] {
+        let recorder = Arc::new(Recorder::default());
+        let options = engine::cuda::CudaOptions { publish_layers, ..options() };
+        let mut gpu = nano(options, Some(recorder.clone()));
+        gpu.bind(0, &prompt(100), Sampling::default());
+        let mut row = Row::new(0, &prompt(100), RowOutputKind::None);
+        row.publish_kv = true;
+        gpu.step(vec![row]);
+        gpu.step(vec![Row::new(0, &[1], RowOutputKind::None)]); // not published
+        assert_eq!(*recorder.calls.lock().unwrap(), ranges);
+        let slices = std::mem::take(&mut *recorder.slices.lock().unwrap());
+        assert_eq!(slices.len(), 4 * 100_usize.div_ceil(32));
+        for Published { slice, page, bytes } in slices {
+            assert!(bytes.iter().any(|byte| *byte != 0), "{slice:?} was empty");
+            let now = gpu.group.export_kv(0, vec![(slice, page)]).unwrap().remove(0);
+            // Position 100 was written since, to the last page.
+            assert!(now == bytes || slice.page == 3, "{slice:?} changed after it was published");
+        }
+    }
+}

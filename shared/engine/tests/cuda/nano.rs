@@ -1,0 +1,239 @@
+//! gpt-oss-nano against the fixtures, whole, in chunks, token by token and in batches.
+
+use std::path::PathBuf;
+
+use engine::cpu::{CpuOptions, Numerics};
+use safetensors::SafeTensors;
+use scheduler::plan::{RowOutputKind, StepPlan, StepRow};
+use types::{KvDtype, ParallelLayout, SlotId, TokenId};
+
+use crate::driver::{self, Driver, Row, greedy};
+use crate::{ERROR_RATIO, distance, gpu_is_here, logits, nano, options, prompt};
+
+const SEQUENCES: [&str; 5] = ["short5", "len40", "len130", "len300", "len1000"];
+/// Steps with a smaller margin between the two best logits may go either way in bf16, whose logits are about 1/256
+/// apart each.
+const CLOSE_MARGIN: f64 = 0.5;
+
+fn read(name: &str) -> Vec<u8> {
+    let default = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/nano");
+    let folder = std::env::var_os("NANO_FIXTURES").map_or_else(|| default.into(), PathBuf::from);
+    let path = folder.join(name);
+    std::fs::read(&path).unwrap_or_else(|error| panic!("cannot read {}: {error}", path.display()))
+}
+
+/// Tokens and expected logits (of all positions, or the last ones) of a numeric sequence.
+fn sequence(name: &str) -> (Vec<TokenId>, Vec<f32>) {
+    let bytes = read(&format!("{name}.safetensors"));
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let words = |name: &str| file.tensor(name).unwrap().data().as_chunks::<4>().0.to_vec();
+    let tokens = words("input_ids").into_iter().map(u32::from_le_bytes).collect();
+    (tokens, words("logits").into_iter().map(f32::from_le_bytes).collect())
+}
+
+/// The distance of each sequence's logits from the reference.
+fn distances(driver: &mut Driver, chunk: usize) -> Vec<f64> {
+    let of_sequence = |name: &str| {
+        let (tokens, want) = sequence(name);
+        let got = logits(driver, &tokens, chunk);
+        distance(&got[got.len() - want.len()..], &want)
+    };
+    SEQUENCES.map(of_sequence).to_vec()
+}
+
+#[test]
+fn logits_are_as_near_to_the_reference_as_the_cpu_engines_in_bf16() {
+    if !gpu_is_here() {
+        return;
+    }
+    let cpu =
+        CpuOptions { numerics: Numerics::BF16, kv_dtype: KvDtype::Bf16, ..driver::options(ParallelLayout::tp(4)) };
+    let allowed = distances(&mut Driver::new(cpu), 4096);
+    let mut gpu = nano(options(), None);
+    // One chunk, chunks that end within pages and tiles, and decode's kernels for every token.
+    for chunk in [4096, 50, 7, 1] {
+        for ((name, ours), cpu) in SEQUENCES.iter().zip(distances(&mut gpu, chunk)).zip(&allowed) {
+            println!("{name} in chunks of {chunk}: {ours:.2e} from f32, the cpu engine in bf16 {cpu:.2e}");
+            assert!(ours <= ERROR_RATIO * cpu, "{name} in chunks of {chunk}");
+        }
+    }
+}
+
+struct Continuation {
+    prompt: Vec<TokenId>,
+    tokens: Vec<TokenId>,
+    /// First less second best logit, for each token.
+    margins: Vec<f64>,
+}
+
+fn greedy_cases() -> Vec<Continuation> {
+    let file: serde_json::Value = serde_json::from_slice(&read("greedy.json")).unwrap();
+    let continuation = |case: &serde_json::Value| Continuation {
+        prompt: serde_json::from_value(case["prompt_tokens"].clone()).unwrap(),
+        tokens: serde_json::from_value(case["tokens"].clone()).unwrap(),
+        margins: serde_json::from_value(case["margins"].clone()).unwrap(),
+    };
+    file["cases"].as_array().unwrap().iter().map(continuation).collect()
+}
+
+/// Runs all cases as one batch, prompts in chunks, decode running ahead, and compares token by token. A case ends at
+/// its first close step that goes the other way; their number is returned.
+fn follow(driver: &mut Driver, cases: &[Continuation], chunk: usize) -> usize {
+    for (case, slot) in cases.iter().zip(0..) {
+        driver.bind(slot, &case.prompt, greedy());
+    }
+    let mut done = vec![0; cases.len()];
+    let mut ended = vec![false; cases.len()];
+    let mut prompts: Vec<_> = cases.iter().map(|case| case.prompt.chunks(chunk)).collect();
+    loop {
+        let mut rows = Vec::new();
+        for (slot, case) in cases.iter().enumerate().filter(|(slot, _)| !ended[*slot]) {
+            if let Some(tokens) = prompts[slot].next() {
+                let last = prompts[slot].len() == 0;
+                let output = if last { RowOutputKind::Sample } else { RowOutputKind::None };
+                rows.push(Row::new(slot as u32, tokens, output));
+            } else if done[slot] < case.tokens.len() {
+                rows.push(Row::decode(slot as u32));
+            }
+        }
+        if rows.is_empty() {
+            break;
+        }
+        for row in driver.step(rows).rows {
+            let (slot, Some(sampled)) = (row.slot.0 as usize, row.sampled) else { continue };
+            let (case, at) = (&cases[slot], done[slot]);
+            done[slot] += 1;
+            if sampled.token != case.tokens[at] {
+                let margin = case.margins[at];
+                println!("close: case {slot}, token {at}: {} for {}, margin {margin}", sampled.token, case.tokens[at]);
+                assert!(margin < CLOSE_MARGIN, "case {slot}, token {at} is not close");
+                ended[slot] = true;
+            }
+        }
+    }
+    (0..cases.len() as u32).for_each(|slot| driver.end(slot));
+    ended.into_iter().filter(|ended| *ended).count()
+}
+
+#[test]
+fn greedy_continuations_agree_but_for_close_steps() {
+    if !gpu_is_here() {
+        return;
+    }
+    let cases = greedy_cases();
+    let mut gpu = nano(options(), None);
+    for chunk in [4096, 50] {
+        let close = follow(&mut gpu, &cases, chunk);
+        println!(
+            "chunks of {chunk}: {} of {} continuations equal, {close} end at a close step",
+            cases.len() - close,
+            cases.len()
+        );
+        assert!(close <= 1, "{close} of {} continuations end at a close step", cases.len());
+    }
+}
+
+#[test]
+fn tokens_are_the_same_run_ahead_or_fed_back() {
+    if !gpu_is_here() {
+        return;
+    }
+    let mut gpu = nano(options(), None);
+    let prompts: Vec<Vec<TokenId>> = (0..3).map(|slot| prompt(40 + 30 * slot)).collect();
+    let mut runs = Vec::new();
+    for runs_ahead in [false, true] {
+        for (slot, prompt) in prompts.iter().enumerate() {
+            let sampling = types::Sampling { seed: 7, temperature: 1.5, presence_penalty: 0.5, ..Default::default() };
+            gpu.bind(slot as u32, prompt, sampling);
+        }
+        let first =
+            prompts.iter().enumerate().map(|(slot, prompt)| Row::new(slot as u32, prompt, RowOutputKind::Sample));
+        gpu.launch(first.collect());
+        let mut tokens: Vec<Vec<TokenId>> = Vec::new();
+        for step in 0..60 {
+            if runs_ahead && step < 59 {
+                gpu.launch((0..3).map(Row::decode).collect());
+            }
+            let rows = gpu.group.collect().unwrap().rows;
+            tokens.push(rows.into_iter().map(|row| row.sampled.expect("the row samples").token).collect());
+            if !runs_ahead && step < 59 {
+                let known = |slot: u32| Row::new(slot, &[tokens[step][slot as usize]], RowOutputKind::Sample);
+                gpu.launch((0..3).map(known).collect());
+            }
+        }
+        (0..3).for_each(|slot| gpu.end(slot));
+        runs.push(tokens);
+    }
+    assert_eq!(runs[0], runs[1]);
+}
+
+/// The same prompt in batches of many sizes, each padded and computed in its own way: all rows of a batch are equal,
+/// and near the first batch's.
+#[test]
+fn rows_of_a_batch_do_not_disturb_each_other() {
+    if !gpu_is_here() {
+        return;
+    }
+    let mut gpu = nano(options(), None);
+    let (tokens, want) = sequence("len130");
+    let vocab = want.len() / tokens.len();
+    let want = &want[want.len() - vocab..];
+    let mut alone = 0.0;
+    for batch in [1, 2, 5, 16, 17, 33, 48] {
+        let mut last = Vec::new();
+        for slot in 0..batch {
+            gpu.bind(slot, &tokens, greedy());
+        }
+        // Prompts of different lengths before the common end, so that rows lie at other places in pages and batches.
+        for slot in 0..batch {
+            gpu.step(vec![Row::new(slot, &tokens[..129], RowOutputKind::None)]);
+        }
+        let rows = (0..batch).map(|slot| Row::new(slot, &tokens[129..], RowOutputKind::LastLogits));
+        for row in gpu.step(rows.collect()).rows {
+            let distance = distance(&row.logits, want);
+            last.push(distance);
+        }
+        (0..batch).for_each(|slot| gpu.end(slot));
+        if batch == 1 {
+            alone = last[0];
+        }
+        let worst = last.iter().copied().fold(0.0, f64::max);
+        println!("batch {batch}: worst row {worst:.2e} from f32, alone {alone:.2e}");
+        assert!(last.iter().all(|row| row == &last[0]), "rows of a batch of {batch} differ");
+        assert!(worst <= 2.0 * alone, "batch {batch}");
+    }
+}
+
+#[test]
+fn masked_tokens_are_never_sampled_but_their_logits_are_returned() {
+    if !gpu_is_here() {
+        return;
+    }
+    let mut gpu = nano(engine::cuda::CudaOptions { masked_tokens: vec![0..1000, 1001..2048], ..options() }, None);
+    let sampling = types::Sampling { temperature: 100.0, ..Default::default() };
+    gpu.bind(0, &prompt(40), sampling);
+    for tokens in [prompt(40), vec![1000], vec![1000]] {
+        let output = gpu.step(vec![Row::new(0, &tokens, RowOutputKind::Sample)]);
+        assert_eq!(output.rows[0].sampled.as_ref().unwrap().token, 1000);
+    }
+    let output = gpu.step(vec![Row::new(0, &[1000], RowOutputKind::LastLogits)]);
+    assert!(output.rows[0].logits.len() == 2048 && output.rows[0].logits.iter().all(|logit| logit.is_finite()));
+}
+
+#[test]
+fn a_plan_that_cannot_be_run_names_step_and_reason() {
+    if !gpu_is_here() {
+        return;
+    }
+    let gpu = nano(options(), None);
+    let row = StepRow {
+        slot: SlotId(3),
+        position: 0,
+        tokens: scheduler::plan::RowTokens::Known(vec![1]),
+        output: RowOutputKind::None,
+        publish_kv: false,
+    };
+    let plan = std::sync::Arc::new(StepPlan { step: 8, rows: vec![row], ..StepPlan::default() });
+    let error = gpu.group.launch(plan).and_then(|()| gpu.group.collect()).unwrap_err().to_string();
+    assert!(error.contains("step 8 cannot be run: slot 3 lacks pages"), "{error}");
+}

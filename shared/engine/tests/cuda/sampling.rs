@@ -1,0 +1,96 @@
+//! Sampling on the device against the CPU engine's sampler, on the same logits.
+
+use std::sync::Arc;
+
+use engine::sampling::{Sampler, SlotSampler};
+use scheduler::plan::{RowOutputKind, SlotBinding};
+use types::{Sampling, SlotId};
+
+use crate::driver::Row;
+use crate::{gpu_is_here, nano, options, prompt};
+
+/// One slot yields logits while another, with the same tokens in the same step, samples from them.
+fn compare(name: &str, sampling: Sampling) {
+    if !gpu_is_here() {
+        return;
+    }
+    let mut gpu = nano(options(), None);
+    let mut sampler = Sampler::default();
+    let mut equal = 0;
+    let draws = 60;
+    for seed in 0..draws {
+        let sampling = Sampling { seed, ..sampling.clone() };
+        let tokens = prompt(20);
+        let binding = SlotBinding {
+            slot: SlotId(1),
+            sampling: Arc::new(sampling.clone()),
+            prompt: tokens.clone().into(),
+            generated: Vec::new(),
+        };
+        let mut slot = SlotSampler::new(&binding);
+        gpu.bind(0, &tokens, Sampling::default());
+        gpu.bind(1, &tokens, sampling);
+        let mut next = tokens;
+        for _ in 0..3 {
+            let rows = vec![Row::new(0, &next, RowOutputKind::LastLogits), Row::new(1, &next, RowOutputKind::Sample)];
+            let mut output = gpu.step(rows);
+            let got = output.rows[1].sampled.take().expect("the row samples");
+            let want = sampler.sample(&mut slot, &mut output.rows[0].logits);
+            if got.token == want.token {
+                equal += 1;
+            } else {
+                println!("{name}: seed {seed}: {} where the cpu draws {}", got.token, want.token);
+            }
+            assert_eq!(got.top.len(), want.top.len(), "{name}");
+            for (got, want) in got.top.iter().zip(&want.top) {
+                assert!((got.logprob - want.logprob).abs() < 1e-4, "{name}: {got:?}, want {want:?}");
+            }
+            if got.token != want.token {
+                break; // from here on the two have other histories
+            }
+            assert_eq!(got.logprob.is_some(), want.logprob.is_some(), "{name}");
+            if let (Some(got), Some(want)) = (got.logprob, want.logprob) {
+                assert!((got - want).abs() < 1e-4, "{name}: log-probability {got}, want {want}");
+            }
+            next = vec![got.token];
+        }
+        gpu.end(0);
+        gpu.end(1);
+    }
+    // Sums differ in the last bits, so a uniform number at the border of a token's share may fall on either side: about
+    // one in 10^5.
+    println!("{name}: {equal} draws equal");
+    assert!(equal >= 3 * draws - 3, "{name}: {equal} of {} draws are equal", 3 * draws);
+}
+
+#[test]
+fn greedy_with_log_probabilities() {
+    compare("greedy", Sampling { temperature: 0.0, logprobs: Some(5), ..Sampling::default() });
+}
+
+#[test]
+fn temperature() {
+    compare("temperature", Sampling { temperature: 2.0, ..Sampling::default() });
+}
+
+#[test]
+fn truncated() {
+    compare("top-k", Sampling { temperature: 3.0, top_k: 40, ..Sampling::default() });
+    compare("top-p", Sampling { temperature: 2.0, top_p: 0.9, logprobs: Some(0), ..Sampling::default() });
+    compare("min-p", Sampling { temperature: 2.0, min_p: 0.01, ..Sampling::default() });
+}
+
+#[test]
+fn penalties_and_biases() {
+    let logit_bias = vec![(5, 10.0), (77, 9.0), (5, 2.0), (2000, 11.0)];
+    let penalties = Sampling {
+        temperature: 2.0,
+        presence_penalty: 1.5,
+        frequency_penalty: 0.7,
+        repetition_penalty: 1.3,
+        logit_bias,
+        logprobs: Some(20),
+        ..Sampling::default()
+    };
+    compare("penalties", penalties);
+}

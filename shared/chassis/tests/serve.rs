@@ -10,7 +10,9 @@ use std::time::Duration;
 use axum::routing::get;
 use chassis::admin::Admin;
 use chassis::net::{TcpNetwork, http, inherited};
-use chassis::{Address, Metrics, Network, Shutdown, Tasks};
+use chassis::{Address, Listener, Metrics, Network, Shutdown, Socket, Tasks};
+use futures_util::StreamExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 async fn bind(name: &'static str) -> (chassis::Listener, Address) {
     let listener = TcpNetwork::default().bind(name, &"127.0.0.1:0".parse().unwrap()).await.unwrap();
@@ -104,4 +106,26 @@ async fn a_taken_port_is_a_clear_error() {
     let (_listener, address) = bind("http").await;
     let error = TcpNetwork::default().bind("http", &address).await.err().unwrap();
     assert!(error.to_string().starts_with(&format!("cannot listen on {address} for http: ")), "{error}");
+}
+
+/// Over pipes, so that virtual time runs ahead whenever everybody waits.
+#[tokio::test(start_paused = true)]
+async fn connections_that_stand_still_are_closed() {
+    let (silent, half, kept_alive) = (tokio::io::duplex(4096), tokio::io::duplex(4096), tokio::io::duplex(4096));
+    let theirs = [silent.1, half.1, kept_alive.1].map(|pipe| Socket::new(pipe, "test"));
+    let connections = futures_util::stream::iter(theirs).chain(futures_util::stream::pending());
+    let tasks = Tasks::new(Shutdown::new());
+    let app = axum::Router::new().route("/", get(async || "hello"));
+    http::serve(&tasks, "http", Listener::new("127.0.0.1:80".parse().unwrap(), connections), app);
+
+    let (mut silent, mut half, mut kept_alive) = (silent.0, half.0, kept_alive.0);
+    half.write_all(b"GET / HTTP/1.1\r\nhost: a\r\nx-more").await.unwrap();
+    kept_alive.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+    let mut answer = [0; 15];
+    kept_alive.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 200 OK");
+    for (name, connection) in [("silent", &mut silent), ("half", &mut half), ("kept alive", &mut kept_alive)] {
+        let closed = tokio::time::timeout(Duration::from_secs(31), connection.read_to_end(&mut Vec::new())).await;
+        assert!(closed.is_ok(), "{name} is still open");
+    }
 }

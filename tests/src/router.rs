@@ -39,7 +39,7 @@ pub async fn generate(address: &str, request: GenerateRequest) -> anyhow::Result
                 tokens.extend(batch.tokens.iter().map(|token| token.id));
             }
             Event::Finished(finished) => {
-                let usage = finished.usage.clone().context("finished without usage")?;
+                let usage = finished.usage.context("finished without usage")?;
                 ensure!(
                     usage.output_tokens as usize == tokens.len(),
                     "usage says {} tokens, {} came",

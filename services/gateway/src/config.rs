@@ -219,7 +219,7 @@ impl Validate for Config {
     fn validate(&self, problems: &mut Problems) {
         problems.nested("limits", &self.limits);
         for (idx, key) in self.api_keys.iter().enumerate() {
-            problems.nested(&format!("api_keys[{idx}].limits"), &key.limits);
+            problems.nested(format!("api_keys[{idx}].limits"), &key.limits);
         }
         if let Some(store) = &self.responses_store {
             problems.nested("responses_store", store);

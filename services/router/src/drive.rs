@@ -10,11 +10,11 @@ use tonic::{Request, Response, Status, Streaming};
 use types::{DecodeEvent, ErrorClass, GenerateEvent, GenerateRequest, PrefillEvent, Role, Ticket, TicketId};
 use wire::{InvalidMessage, pb};
 
-use crate::desk::{Desk, Granted, InFlight, Seat, Waiting};
 use crate::error::RequestError;
 use crate::fleet::{ModelKey, Need};
 use crate::flight::{Action, Event, Flight, Outcome, Pair};
 use crate::metrics::RouterMetrics;
+use crate::worker_pool::{Granted, InFlight, Permit, Waiting, WorkerPool};
 
 /// What one event may make a flight say to its client at most: tokens, an end or an error, and the greeting.
 const EVENT_MESSAGES_MAX: usize = 3;
@@ -28,7 +28,7 @@ pub(crate) type ClientSender = mpsc::Sender<Result<GenerateEvent, RequestError>>
 
 /// Everything that one flight is connected to.
 pub(crate) struct Drive {
-    pub(crate) desk: Arc<Desk>,
+    pub(crate) pool: Arc<WorkerPool>,
     pub(crate) metrics: RouterMetrics,
     pub(crate) model: ModelKey,
     /// The caller's, of which the trace context is passed on.
@@ -51,20 +51,20 @@ struct Holdings {
 /// One worker of the present attempt. The fields are dropped in this order: the work is cancelled before its place is given away.
 struct Side<E> {
     leg: Option<BoxStream<'static, Result<E, LegError>>>,
-    seat: Option<Seat>,
+    permit: Option<Permit>,
     /// Whether the flight was told that this worker is gone.
     told_gone: bool,
 }
 
 impl<E> Default for Side<E> {
     fn default() -> Self {
-        Self { leg: None, seat: None, told_gone: false }
+        Self { leg: None, permit: None, told_gone: false }
     }
 }
 
 impl<E> Side<E> {
-    fn seated(seat: Seat) -> Self {
-        Self { leg: None, seat: Some(seat), told_gone: false }
+    fn with_permit(permit: Permit) -> Self {
+        Self { leg: None, permit: Some(permit), told_gone: false }
     }
 
     /// What comes next from this side; never, if there is nothing. Cancellation safe.
@@ -76,8 +76,8 @@ impl<E> Side<E> {
             }
         };
         let gone = async {
-            match &self.seat {
-                Some(seat) if !self.told_gone => seat.gone().cancelled().await,
+            match &self.permit {
+                Some(permit) if !self.told_gone => permit.gone().cancelled().await,
                 _ => std::future::pending().await,
             }
         };
@@ -158,10 +158,10 @@ impl Drive {
                     has_room = true;
                     Event::ClientCaughtUp
                 }
-                granted = granted(waiting) => holdings.take_seats(granted),
+                granted = granted(waiting) => holdings.take_permits(granted),
                 // Before the legs: a stream that always has a token ready must not outrun its deadline.
                 () = tokio::time::sleep_until(deadline.into()) => {
-                    Event::Tick { has_pair: self.desk.has_pair(&self.model) }
+                    Event::Tick { has_pair: self.pool.has_pair(&self.model) }
                 }
                 said = prefill.next(has_room) => said.into_event(attempt, Role::Prefill, |event| {
                     self.metrics.prefill(&event);
@@ -183,38 +183,38 @@ impl Drive {
                 if holdings.waiting.is_none() {
                     let prompt_tokens = flight.request().context_len() as u64;
                     let need = Need { model: self.model.clone(), prompt_tokens, avoid };
-                    holdings.waiting = Some(self.desk.enter_again(need));
+                    holdings.waiting = Some(self.pool.enter_again(need));
                 }
             }
             Action::Reserve { attempt, ticket, prefill, sequence } => {
                 holdings.attempt = attempt;
-                if let Some(seat) = &holdings.decode.seat {
-                    tracing::debug!(attempt, %ticket, %prefill, decode = %seat.peer(), "reserving");
+                if let Some(permit) = &holdings.decode.permit {
+                    tracing::debug!(attempt, %ticket, %prefill, decode = %permit.peer(), "reserving");
                     let message = pb::DecodeRequest {
                         sequence: Some(sequence.into()),
                         ticket_id: ticket.0.to_be_bytes().to_vec(),
                         prefill: Some(prefill.into()),
                     };
-                    let mut client = wire::client::decode(seat.channel());
+                    let mut client = wire::client::decode(permit.channel());
                     let request = self.request(message);
                     holdings.decode.leg = Some(leg(async move { client.run(request).await }));
                 }
             }
             Action::Prefill { attempt, ticket, sequence } => {
-                if let Some(seat) = &holdings.prefill.seat {
+                if let Some(permit) = &holdings.prefill.permit {
                     tracing::debug!(attempt, ticket = %ticket.id, "prefilling");
                     let request = self.request(prefill_request(ticket, sequence));
-                    let mut client = wire::client::prefill(seat.channel());
+                    let mut client = wire::client::prefill(permit.channel());
                     holdings.prefill.leg = Some(leg(async move { client.run(request).await }));
                 }
             }
             Action::Release(Role::Prefill) => holdings.prefill = Side::default(),
             Action::Release(Role::Decode) => holdings.decode = Side::default(),
             Action::Full(peer) => {
-                let seats = [&holdings.prefill.seat, &holdings.decode.seat];
-                if let Some(seat) = seats.into_iter().flatten().find(|seat| *seat.peer() == peer) {
+                let permits = [&holdings.prefill.permit, &holdings.decode.permit];
+                if let Some(permit) = permits.into_iter().flatten().find(|permit| *permit.peer() == peer) {
                     tracing::debug!(%peer, "no room, waiting for it");
-                    seat.mark_full();
+                    permit.mark_full();
                 }
             }
             Action::Resume(failure) => {
@@ -267,12 +267,12 @@ impl Drive {
 }
 
 impl Holdings {
-    fn take_seats(&mut self, granted: Granted) -> Event {
+    fn take_permits(&mut self, granted: Granted) -> Event {
         let Granted { prefill, decode, in_flight } = granted;
         let pair = Pair { prefill: prefill.peer().clone(), decode: decode.peer().clone() };
         self.waiting = None;
-        self.prefill = Side::seated(prefill);
-        self.decode = Side::seated(decode);
+        self.prefill = Side::with_permit(prefill);
+        self.decode = Side::with_permit(decode);
         self.in_flight = in_flight.or(self.in_flight.take());
         Event::Placed { pair, ticket: TicketId(uuid::Uuid::new_v4().as_u128()) }
     }

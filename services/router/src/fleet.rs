@@ -103,8 +103,8 @@ struct Worker<L> {
     report: WorkerReport,
     gone: CancellationToken,
     /// Requests of this router that have a place here, and their prompt tokens.
-    seats: u32,
-    seat_tokens: u64,
+    permits: u32,
+    permit_tokens: u64,
     /// It refused a request; believed until its next report or until a place comes free.
     is_full: bool,
 }
@@ -192,8 +192,8 @@ impl<L: Clone> Fleet<L> {
             model,
             report,
             gone: CancellationToken::new(),
-            seats: 0,
-            seat_tokens: 0,
+            permits: 0,
+            permit_tokens: 0,
             is_full: false,
         };
         self.next_no += 1;
@@ -224,7 +224,7 @@ impl<L: Clone> Fleet<L> {
         let worker = self.workers.remove(idx);
         self.fits.retain(|(prefill, decode)| *prefill != worker.no && *decode != worker.no);
         worker.gone.cancel();
-        tracing::warn!(worker = %worker.report.description.peer, %address, requests = worker.seats, reason, "worker lost");
+        tracing::warn!(worker = %worker.report.description.peer, %address, requests = worker.permits, reason, "worker lost");
     }
 
     fn ready(&self, role: Role) -> impl Iterator<Item = &Worker<L>> {
@@ -278,15 +278,15 @@ impl<L: Clone> Fleet<L> {
     fn prefill_candidate<'a>(&self, worker: &'a Worker<L>) -> PrefillCandidate<'a> {
         PrefillCandidate {
             peer: &worker.report.description.peer,
-            pending_prompt_tokens: worker.seat_tokens.max(worker.report.load.pending_prompt_tokens),
-            has_room: !worker.is_full && worker.seats < self.prefills_per_worker_max,
+            pending_prompt_tokens: worker.permit_tokens.max(worker.report.load.pending_prompt_tokens),
+            has_room: !worker.is_full && worker.permits < self.prefills_per_worker_max,
         }
     }
 
     fn assign(&mut self, no: WorkerNo, prompt_tokens: u64) -> Assigned<L> {
         let worker = self.workers.iter_mut().find(|worker| worker.no == no).expect("it was chosen from this list");
-        worker.seats += 1;
-        worker.seat_tokens += prompt_tokens;
+        worker.permits += 1;
+        worker.permit_tokens += prompt_tokens;
         Assigned {
             worker: no,
             peer: worker.report.description.peer.clone(),
@@ -299,8 +299,8 @@ impl<L: Clone> Fleet<L> {
     /// Gives a place back. A worker that was lost meanwhile has none to take.
     pub fn release(&mut self, no: WorkerNo, prompt_tokens: u64) {
         if let Some(worker) = self.workers.iter_mut().find(|worker| worker.no == no) {
-            worker.seats -= 1;
-            worker.seat_tokens -= prompt_tokens;
+            worker.permits -= 1;
+            worker.permit_tokens -= prompt_tokens;
             worker.is_full = false;
         }
     }
@@ -323,10 +323,10 @@ fn decode_candidate<L>(worker: &Worker<L>) -> DecodeCandidate<'_> {
     let (description, load) = (&worker.report.description, &worker.report.load);
     DecodeCandidate {
         peer: &description.peer,
-        sequences: worker.seats.max(load.waiting + load.running),
+        sequences: worker.permits.max(load.waiting + load.running),
         sequences_max: description.max_sequences,
         // The worker's own count may be old, or include what other routers gave it: it has the last word by refusing.
-        has_room: !worker.is_full && worker.seats < description.max_sequences,
+        has_room: !worker.is_full && worker.permits < description.max_sequences,
     }
 }
 

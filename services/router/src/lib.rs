@@ -8,7 +8,6 @@
 
 pub mod admission;
 mod config;
-mod desk;
 mod drive;
 mod error;
 pub mod fleet;
@@ -17,6 +16,7 @@ mod metrics;
 pub mod placement;
 mod service;
 mod watch;
+mod worker_pool;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,9 +29,9 @@ use wire::pb::inference_server::InferenceServer;
 pub use config::{Config, Deadlines, Limits, Workers};
 pub use error::{AttemptFailure, RequestError, Stage};
 
-use desk::Desk;
 use metrics::RouterMetrics;
 use service::InferenceService;
+use worker_pool::WorkerPool;
 
 /// Why the router ended early.
 #[derive(Debug, thiserror::Error)]
@@ -54,29 +54,29 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     tracing::info!(grpc = %listener.local(), admin = %admin_listener.local(), "router is listening");
 
     let tasks = Tasks::new(shutdown);
-    let desk = Desk::new(&config.limits);
+    let pool = WorkerPool::new(&config.limits);
     let registry = Metrics::new();
-    let metrics = RouterMetrics::new(&registry, &desk);
-    http::serve_admin(&tasks, admin_listener, admin(&desk, &tasks, registry));
-    watch::start(&tasks, network, config.workers.clone(), Arc::clone(&desk));
+    let metrics = RouterMetrics::new(&registry, &pool);
+    http::serve_admin(&tasks, admin_listener, admin(&pool, &tasks, registry));
+    watch::start(&tasks, network, config.workers.clone(), Arc::clone(&pool));
 
     let service = wire::server::inference(InferenceService {
-        desk: Arc::clone(&desk),
+        pool: Arc::clone(&pool),
         metrics,
         tasks: tasks.clone(),
         limits: config.flight_limits(),
         request_timeout: Duration::from_millis(config.limits.request_timeout_ms),
     });
     let (reporter, routes) = wire::server::health_and_reflection::<InferenceServer<InferenceService>>();
-    tasks.spawn_background("health", report_health(reporter, Arc::clone(&desk), tasks.shutdown().clone()));
+    tasks.spawn_background("health", report_health(reporter, Arc::clone(&pool), tasks.shutdown().clone()));
     grpc::serve(&tasks, "grpc", listener, grpc::server().add_routes(routes).add_service(service));
     tasks.join().await?;
     tracing::info!("router has ended");
     Ok(())
 }
 
-fn admin(desk: &Arc<Desk>, tasks: &Tasks, registry: Metrics) -> Admin {
-    let (desk, shutdown) = (Arc::clone(desk), tasks.shutdown().clone());
+fn admin(pool: &Arc<WorkerPool>, tasks: &Tasks, registry: Metrics) -> Admin {
+    let (pool, shutdown) = (Arc::clone(pool), tasks.shutdown().clone());
     Admin {
         // The router has no loop that could stall without its runtime, which is what answers this.
         live: Arc::new(|| Ok(())),
@@ -84,15 +84,15 @@ fn admin(desk: &Arc<Desk>, tasks: &Tasks, registry: Metrics) -> Admin {
             if shutdown.is_draining() {
                 return Err(RequestError::Draining.to_string());
             }
-            desk.served().map(|_| ()).ok_or_else(|| RequestError::NoPair.to_string())
+            pool.served().map(|_| ()).ok_or_else(|| RequestError::NoPair.to_string())
         }),
         metrics: registry,
     }
 }
 
 /// Keeps gRPC's health service in step with readiness.
-async fn report_health(reporter: wire::server::HealthReporter, desk: Arc<Desk>, shutdown: Shutdown) {
-    let mut ready = desk.ready();
+async fn report_health(reporter: wire::server::HealthReporter, pool: Arc<WorkerPool>, shutdown: Shutdown) {
+    let mut ready = pool.ready();
     loop {
         let is_serving = *ready.borrow_and_update() && !shutdown.is_draining();
         wire::server::set_serving::<InferenceServer<InferenceService>>(&reporter, is_serving).await;

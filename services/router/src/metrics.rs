@@ -11,9 +11,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use types::{FinishReason, PrefillEvent, Role, WorkerState};
 
-use crate::desk::Desk;
 use crate::error::{AttemptFailure, RequestError};
 use crate::flight::Outcome;
+use crate::worker_pool::WorkerPool;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabel {
@@ -49,8 +49,8 @@ pub(crate) struct RouterMetrics {
 }
 
 impl RouterMetrics {
-    pub(crate) fn new(registry: &Metrics, desk: &Arc<Desk>) -> Self {
-        mirror_desk(registry, desk);
+    pub(crate) fn new(registry: &Metrics, pool: &Arc<WorkerPool>) -> Self {
+        mirror_pool(registry, pool);
         let seconds = |name: &str, help: &str| registry.histogram(name, help, seconds_buckets());
         Self {
             requests: registry.counters("router_requests", "Requests that ended, by outcome"),
@@ -116,20 +116,20 @@ impl RouterMetrics {
     }
 }
 
-/// Gauges that show the desk as it is when they are read.
-fn mirror_desk(registry: &Metrics, desk: &Arc<Desk>) {
+/// Gauges that show the worker pool as it is when they are read.
+fn mirror_pool(registry: &Metrics, pool: &Arc<WorkerPool>) {
     let in_flight: Gauge = registry.gauge("router_requests_in_flight", "Requests with workers, or between two of them");
     let queued: Gauge = registry.gauge("router_requests_queued", "Requests that wait for workers");
     let workers: Family<WorkersLabel, Gauge> = registry.gauges("router_workers", "Known workers, by role and state");
-    let desk = Arc::clone(desk);
+    let pool = Arc::clone(pool);
     registry.before_scrape(move || {
-        let (num_in_flight, num_queued) = desk.num_requests();
+        let (num_in_flight, num_queued) = pool.num_requests();
         in_flight.set(num_in_flight.into());
         queued.set(num_queued as i64);
         for (role, role_name) in [(Role::Prefill, "prefill"), (Role::Decode, "decode")] {
             for state in WorkerState::ALL {
                 let label = WorkersLabel { role: role_name, state: state.name() };
-                workers.get_or_create(&label).set(desk.num_workers(role, state) as i64);
+                workers.get_or_create(&label).set(pool.num_workers(role, state) as i64);
             }
         }
     });

@@ -14,12 +14,12 @@ use types::{GenerateEvent, GenerateRequest, RequestId};
 use wire::convert::{RequestDefaults, generate_request};
 use wire::pb;
 
-use crate::desk::Desk;
 use crate::drive::{Drive, ROOM, now};
 use crate::error::RequestError;
 use crate::fleet::{Need, Served};
 use crate::flight::{Flight, FlightLimits};
 use crate::metrics::RouterMetrics;
+use crate::worker_pool::WorkerPool;
 
 /// Messages that wait for a slow client before its workers are slowed down.
 const CLIENT_MESSAGES_MAX: usize = 32;
@@ -27,7 +27,7 @@ const _: () = assert!(CLIENT_MESSAGES_MAX >= 2 * ROOM);
 
 /// The router's public service.
 pub(crate) struct InferenceService {
-    pub(crate) desk: Arc<Desk>,
+    pub(crate) pool: Arc<WorkerPool>,
     pub(crate) metrics: RouterMetrics,
     pub(crate) tasks: Tasks,
     pub(crate) limits: FlightLimits,
@@ -40,20 +40,20 @@ impl InferenceService {
             return Err(RequestError::Draining);
         }
         let arrived = now();
-        let served = self.desk.served().ok_or(RequestError::NoPair)?;
+        let served = self.pool.served().ok_or(RequestError::NoPair)?;
         let (metadata, _, message) = request.into_parts();
         let request = complete(message, &served)?;
         let timeouts = [request.timeout, wire::deadline::from_metadata(&metadata)].into_iter().flatten();
         let timeout = timeouts.min().unwrap_or(self.request_timeout).min(self.request_timeout);
         let need = Need { model: served.model.clone(), prompt_tokens: request.context_len() as u64, avoid: Vec::new() };
-        let waiting = self.desk.enter(need)?;
+        let waiting = self.pool.enter(need)?;
         self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);
         let span = tracing::info_span!("flight", request_id = %request.id);
         let mut out = Vec::new();
         let flight = Flight::new(arrived, request, timeout, self.limits.clone(), &mut out);
         let (client, events) = mpsc::channel(CLIENT_MESSAGES_MAX);
         let drive = Drive {
-            desk: Arc::clone(&self.desk),
+            pool: Arc::clone(&self.pool),
             metrics: self.metrics.clone(),
             model: served.model,
             metadata,
@@ -98,7 +98,7 @@ impl pb::inference_server::Inference for InferenceService {
         &self,
         _request: Request<pb::GetModelInfoRequest>,
     ) -> Result<Response<pb::ModelInfo>, Status> {
-        let served = self.desk.served().ok_or_else(|| RequestError::NoPair.status())?;
+        let served = self.pool.served().ok_or_else(|| RequestError::NoPair.status())?;
         Ok(Response::new(pb::ModelInfo {
             fingerprint: Some(served.model.fingerprint.into()),
             max_context_tokens: served.max_context_tokens,

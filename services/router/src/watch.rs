@@ -10,33 +10,33 @@ use futures_util::{Stream, StreamExt};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
-use types::{Role, WorkerReport};
+use types::{ErrorClass, Role, WorkerReport};
 use wire::pb;
 
 use crate::config::Workers;
-use crate::desk::Desk;
+use crate::worker_pool::WorkerPool;
 
 /// A worker that cannot be reached is tried again after this, then after twice as long, and so on.
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
 /// Starts to look for the workers of `config`, and goes on until all work of `tasks` is done.
-pub(crate) fn start(tasks: &Tasks, network: Arc<dyn Network>, config: Workers, desk: Arc<Desk>) {
+pub(crate) fn start(tasks: &Tasks, network: Arc<dyn Network>, config: Workers, pool: Arc<WorkerPool>) {
     let starter = tasks.clone();
-    tasks.spawn_background("discovery", async move { discover(starter, network, config, desk).await });
+    tasks.spawn_background("discovery", async move { discover(starter, network, config, pool).await });
 }
 
 /// Resolves the configured names again and again. An address that its name does not stand for any more is watched until its worker
 /// ends: it is draining, or the resolver is wrong.
-async fn discover(tasks: Tasks, network: Arc<dyn Network>, config: Workers, desk: Arc<Desk>) {
-    let mut listed: HashMap<(bool, Address), CancellationToken> = HashMap::new();
+async fn discover(tasks: Tasks, network: Arc<dyn Network>, config: Workers, pool: Arc<WorkerPool>) {
+    let mut listed: HashMap<(Role, Address), CancellationToken> = HashMap::new();
     loop {
         let mut found = Vec::new();
         let mut is_complete = true;
         for (role, names) in [(Role::Prefill, &config.prefill), (Role::Decode, &config.decode)] {
             for name in names {
                 match network.resolve(name).await {
-                    Ok(addresses) => found.extend(addresses.into_iter().map(|address| (role == Role::Decode, address))),
+                    Ok(addresses) => found.extend(addresses.into_iter().map(|address| (role, address))),
                     Err(error) => {
                         is_complete = false;
                         tracing::warn!(%role, %name, %error, "the name of a worker cannot be resolved");
@@ -46,14 +46,14 @@ async fn discover(tasks: Tasks, network: Arc<dyn Network>, config: Workers, desk
         }
         for key in &found {
             if !listed.contains_key(key) {
-                let role = if key.0 { Role::Decode } else { Role::Prefill };
+                let (role, address) = key.clone();
                 let unlisted = CancellationToken::new();
                 let watcher = Watcher {
                     role,
-                    channel: grpc::channel(&network, &key.1, channel_limits(&config)),
-                    address: key.1.clone(),
+                    channel: grpc::channel(&network, &address, channel_limits(&config)),
+                    address,
                     config: config.clone(),
-                    desk: Arc::clone(&desk),
+                    pool: Arc::clone(&pool),
                     unlisted: unlisted.clone(),
                 };
                 tasks.spawn_background("watch", watcher.run());
@@ -85,7 +85,7 @@ struct Watcher {
     address: Address,
     channel: Channel,
     config: Workers,
-    desk: Arc<Desk>,
+    pool: Arc<WorkerPool>,
     /// Cancelled when the address is not listed any more.
     unlisted: CancellationToken,
 }
@@ -100,7 +100,7 @@ impl Watcher {
             if num_reports > 0 {
                 retry = RETRY_MIN;
                 is_news = true;
-                self.desk.on_lost(&self.address, &reason);
+                self.pool.on_lost(&self.address, &reason);
             } else if std::mem::take(&mut is_news) {
                 tracing::info!(role = %self.role, address = %self.address, reason, "worker does not answer, trying on");
             }
@@ -134,7 +134,7 @@ impl Watcher {
                 Ok(report) => report,
                 Err(error) => return format!("its report does not follow the protocol: {error}"),
             };
-            if let Err(error) = self.desk.on_report(self.role, &self.address, &self.channel, report) {
+            if let Err(error) = self.pool.on_report(self.role, &self.address, &self.channel, report) {
                 return error.to_string();
             }
             *num_reports += 1;
@@ -160,6 +160,10 @@ where
 }
 
 fn describe(status: &Status) -> String {
+    if wire::status::reason(status).is_none() && wire::status::class(status) == ErrorClass::Retryable {
+        // The transport's words, not the worker's.
+        return format!("connection failed: {}", status.message());
+    }
     format!("{:?}: {}", status.code(), status.message())
 }
 

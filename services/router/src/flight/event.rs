@@ -112,7 +112,7 @@ pub enum Action {
         /// The same as decode was given.
         sequence: GenerateRequest,
     },
-    /// Close a leg, if open, and give its seat back.
+    /// Close a leg, if open, and give the worker's permit back.
     Release(Role),
     /// The worker has no room until it says otherwise.
     Full(PeerId),

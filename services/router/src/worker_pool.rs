@@ -1,4 +1,4 @@
-//! Where requests meet workers: the fleet and the queue under one lock, and places that give themselves back.
+//! Where requests meet workers: the fleet and the queue of waiting requests under one lock, and permits that give themselves back.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -25,19 +25,19 @@ struct Waiter {
 }
 
 /// Shared by everything in a router. No lock is held across an await.
-pub(crate) struct Desk {
+pub(crate) struct WorkerPool {
     state: Mutex<State>,
     /// Whether a complete pair is ready.
     ready: watch::Sender<bool>,
 }
 
 /// A place at one worker; dropping it gives it back.
-pub(crate) struct Seat {
-    desk: Arc<Desk>,
+pub(crate) struct Permit {
+    pool: Arc<WorkerPool>,
     assigned: Assigned<Channel>,
 }
 
-impl Seat {
+impl Permit {
     pub(crate) fn peer(&self) -> &PeerId {
         &self.assigned.peer
     }
@@ -51,42 +51,42 @@ impl Seat {
         &self.assigned.gone
     }
 
-    /// The worker refused this seat's request.
+    /// The worker refused the request.
     pub(crate) fn mark_full(&self) {
-        self.desk.lock().fleet.mark_full(self.assigned.worker);
+        self.pool.lock().fleet.mark_full(self.assigned.worker);
     }
 }
 
-impl Drop for Seat {
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.desk.lock().fleet.release(self.assigned.worker, self.assigned.prompt_tokens);
-        self.desk.pump();
+        self.pool.lock().fleet.release(self.assigned.worker, self.assigned.prompt_tokens);
+        self.pool.pump();
     }
 }
 
 /// One of the requests that may be in flight; dropping it lets the next one in.
 pub(crate) struct InFlight {
-    desk: Arc<Desk>,
+    pool: Arc<WorkerPool>,
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.desk.lock().admission.leave();
-        self.desk.pump();
+        self.pool.lock().admission.leave();
+        self.pool.pump();
     }
 }
 
 /// What a request waited for.
 pub(crate) struct Granted {
-    pub(crate) prefill: Seat,
-    pub(crate) decode: Seat,
+    pub(crate) prefill: Permit,
+    pub(crate) decode: Permit,
     /// For a request that is new in flight.
     pub(crate) in_flight: Option<InFlight>,
 }
 
 /// A request's place in the queue; dropping it gives it up.
 pub(crate) struct Waiting {
-    desk: Arc<Desk>,
+    pool: Arc<WorkerPool>,
     id: WaiterId,
     granted: oneshot::Receiver<Granted>,
 }
@@ -94,20 +94,20 @@ pub(crate) struct Waiting {
 impl Waiting {
     /// Resolves when it is this request's turn. Cancellation safe; not to be called again afterwards.
     pub(crate) async fn granted(&mut self) -> Granted {
-        (&mut self.granted).await.expect("the desk answers every waiter that it takes out of the queue")
+        (&mut self.granted).await.expect("the pool answers every waiter that it takes out of the queue")
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        if self.desk.lock().admission.remove(self.id) {
+        if self.pool.lock().admission.remove(self.id) {
             // Whoever waited behind it may have room.
-            self.desk.pump();
+            self.pool.pump();
         }
     }
 }
 
-impl Desk {
+impl WorkerPool {
     pub(crate) fn new(limits: &Limits) -> Arc<Self> {
         let state = State {
             fleet: Fleet::new(limits.prefills_per_worker_max),
@@ -126,7 +126,7 @@ impl Desk {
         let entered = self.lock().admission.enqueue(Waiter { need, is_resumed: false, reply });
         let id = entered.map_err(|QueueFull { queued }| RequestError::QueueFull { queued })?;
         self.pump();
-        Ok(Waiting { desk: Arc::clone(self), id, granted })
+        Ok(Waiting { pool: Arc::clone(self), id, granted })
     }
 
     /// A request in flight needs other workers.
@@ -134,7 +134,7 @@ impl Desk {
         let (reply, granted) = oneshot::channel();
         let id = self.lock().admission.enqueue_resumed(Waiter { need, is_resumed: true, reply });
         self.pump();
-        Waiting { desk: Arc::clone(self), id, granted }
+        Waiting { pool: Arc::clone(self), id, granted }
     }
 
     /// Serves waiting requests as long as there is room. To be called after everything that may make room.
@@ -145,9 +145,9 @@ impl Desk {
                 admission.admit_next(|waiter| fleet.place(&waiter.need))
             };
             let Some((waiter, (prefill, decode))) = admitted else { break };
-            let seat = |assigned| Seat { desk: Arc::clone(self), assigned };
-            let in_flight = (!waiter.is_resumed).then(|| InFlight { desk: Arc::clone(self) });
-            let granted = Granted { prefill: seat(prefill), decode: seat(decode), in_flight };
+            let permit = |assigned| Permit { pool: Arc::clone(self), assigned };
+            let in_flight = (!waiter.is_resumed).then(|| InFlight { pool: Arc::clone(self) });
+            let granted = Granted { prefill: permit(prefill), decode: permit(decode), in_flight };
             // A waiter that has gone meanwhile gives everything back by not taking it.
             drop(waiter.reply.send(granted));
         }

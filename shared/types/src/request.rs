@@ -1,5 +1,6 @@
 //! A request for tokens, as the router accepts it and the workers carry it out.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::ids::RequestId;
@@ -21,6 +22,8 @@ pub struct GenerateRequest {
     pub stop_token_ids: Vec<TokenId>,
     /// Most output tokens, those in `generated` counted in. At least 1.
     pub max_tokens: u32,
+    /// What the output must look like; `None`: anything.
+    pub constraint: Option<Constraint>,
     /// Time left when the request was received; `None` means the service's own limit.
     pub timeout: Option<Duration>,
 }
@@ -65,6 +68,12 @@ impl GenerateRequest {
                 format!("has {} tokens, max_tokens is {}", self.generated.len(), self.max_tokens),
             );
         }
+        if let Some(Constraint { lark }) = &self.constraint
+            && !(1..=Constraint::BYTES_MAX).contains(&lark.len())
+        {
+            let most = Constraint::BYTES_MAX;
+            return fail("constraint", format!("has a grammar of {} bytes, allowed are 1 to {most}", lark.len()));
+        }
         if self.context_len() >= max_context_tokens as usize {
             let reason = format!(
                 "prompt has {} tokens, at most {} fit (max_context_tokens is {max_context_tokens}, one is for the answer)",
@@ -75,6 +84,19 @@ impl GenerateRequest {
         }
         self.sampling.validate(vocab_size)
     }
+}
+
+/// A grammar that the output follows from its first token to its end, stop token included. Here it is text that travels with the request; the
+/// crate `constraint` knows what it means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Constraint {
+    /// The grammar, in llguidance's variant of the Lark notation. Single tokens are written by number: `<[200005]>`.
+    pub lark: Arc<str>,
+}
+
+impl Constraint {
+    /// Longest grammar.
+    pub const BYTES_MAX: usize = 512 << 10;
 }
 
 /// How tokens are drawn. The neutral value of each field leaves the distribution as the model gives it.

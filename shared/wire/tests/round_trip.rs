@@ -94,6 +94,7 @@ fn request() -> GenerateRequest {
         },
         stop_token_ids: vec![2, 5],
         max_tokens: 64,
+        constraint: Some(types::Constraint { lark: r#"start: "yes" <[7]>"#.into() }),
         timeout: None,
     }
 }

@@ -298,6 +298,7 @@ pub(crate) fn request(prompt: Vec<TokenId>, max_tokens: u32) -> GenerateRequest 
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
         stop_token_ids: Vec::new(),
         max_tokens,
+        constraint: None,
         timeout: None,
     }
 }

@@ -40,6 +40,7 @@ pub(super) fn request(max_tokens: u32) -> GenerateRequest {
         sampling: Sampling { seed: 7, ..Sampling::default() },
         stop_token_ids: vec![STOP],
         max_tokens,
+        constraint: None,
         timeout: None,
     }
 }

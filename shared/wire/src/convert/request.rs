@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use types::{GenerateRequest, RequestId, Sampling, TokenId};
+use types::{Constraint, GenerateRequest, RequestId, Sampling, TokenId};
 
 use super::{InvalidMessage, Result, required};
 use crate::pb;
@@ -45,6 +45,7 @@ pub fn generate_request(message: pb::GenerateRequest, defaults: RequestDefaults<
         sampling: self::sampling(sampling, seed),
         stop_token_ids,
         max_tokens: message.max_tokens.unwrap_or(UNLIMITED_TOKENS),
+        constraint: message.constraint.map(Into::into),
         timeout,
     })
 }
@@ -68,6 +69,7 @@ impl From<GenerateRequest> for pb::GenerateRequest {
             max_tokens: (request.max_tokens != UNLIMITED_TOKENS).then_some(request.max_tokens),
             timeout: request.timeout.and_then(|timeout| prost_types::Duration::try_from(timeout).ok()),
             resume_from: request.generated,
+            constraint: request.constraint.map(Into::into),
         }
     }
 }
@@ -86,6 +88,7 @@ pub fn sequence(message: pb::Sequence) -> Result<GenerateRequest> {
         sampling: self::sampling(sampling, seed),
         stop_token_ids: message.stop_token_ids,
         max_tokens: message.max_tokens,
+        constraint: message.constraint.map(Into::into),
         timeout: None,
     })
 }
@@ -99,7 +102,20 @@ impl From<GenerateRequest> for pb::Sequence {
             sampling: Some(request.sampling.into()),
             stop_token_ids: request.stop_token_ids,
             max_tokens: request.max_tokens,
+            constraint: request.constraint.map(Into::into),
         }
+    }
+}
+
+impl From<Constraint> for pb::Constraint {
+    fn from(constraint: Constraint) -> Self {
+        Self { lark: constraint.lark.as_ref().to_owned() }
+    }
+}
+
+impl From<pb::Constraint> for Constraint {
+    fn from(message: pb::Constraint) -> Self {
+        Self { lark: message.lark.into() }
     }
 }
 

@@ -6,6 +6,7 @@
 //! `typescript`); what the model writes is read by [`HarmonyParser`], which forgives every departure from the grammar.
 
 mod blocks;
+mod constraint;
 mod control;
 mod header;
 mod lower;
@@ -20,7 +21,7 @@ use std::sync::Arc;
 
 use types::TokenId;
 
-use crate::chat::{ChatFormat, Conversation, Parser, Prompt, RenderError, Role, TurnContext};
+use crate::chat::{ChatFormat, Conversation, Parser, Prompt, RenderError, Role, TurnConstraint, TurnContext};
 use vocabulary::Vocabulary;
 
 use control::ControlTokens;
@@ -96,6 +97,10 @@ impl ChatFormat for Harmony {
         let options = RenderOptions { ending: Ending::Open(Role::Assistant), drop_analysis: true };
         let tools = conversation.offered_tools().iter().map(|tool| tool.name.clone()).collect();
         Ok(Prompt { tokens: self.render_messages(&messages, options), turn: TurnContext { tools } })
+    }
+
+    fn constraint(&self, conversation: &Conversation) -> Option<TurnConstraint> {
+        constraint::of_turn(conversation, &self.control)
     }
 
     fn parser(&self, turn: &TurnContext) -> Box<dyn Parser> {

@@ -8,11 +8,11 @@
 use std::sync::Arc;
 
 use format::chat::{
-    Answer, Channel, ChatFormat, ChatStream, ContentType, Conversation, Event, Header, Message, Parser, Prompt,
-    Recipient, RenderError, Role, TurnContext,
+    Answer, Channel, ChatFormat, ChatStream, ContentType, Conversation, Event, Header, JsonShape, Message, Parser,
+    Prompt, Recipient, RenderError, ResponseFormat, Role, SchemaPlace, TurnConstraint, TurnContext,
 };
-use vocabulary::{Utf8Decoder, Vocabulary};
 use types::{FinishReason, TokenId};
+use vocabulary::{Utf8Decoder, Vocabulary};
 
 const THINK: (&str, &str) = ("<think>", "</think>");
 const CALL: (&str, &str) = ("<call>", "</call>");
@@ -64,6 +64,14 @@ impl ChatFormat for ChatMl {
         tokens.push(self.start);
         self.vocabulary.encode_into("assistant\n", &mut tokens);
         Ok(Prompt { tokens, turn: TurnContext::default() })
+    }
+
+    fn constraint(&self, conversation: &Conversation) -> Option<TurnConstraint> {
+        let ResponseFormat::JsonSchema(format) = &conversation.response_format else { return None };
+        let shape = JsonShape::new(&format.schema, format.strict);
+        let lark = format!("start: json <[{}]>\njson: {}\n", self.stop[0], shape.rule());
+        let schemas = vec![(SchemaPlace::ResponseFormat, shape)];
+        Some(TurnConstraint { grammar: types::Constraint { lark: lark.into() }, schemas })
     }
 
     fn parser(&self, _turn: &TurnContext) -> Box<dyn Parser> {
@@ -232,4 +240,21 @@ fn another_format_is_parsed() {
     let (cut, finish) = answer(&format, "<think>Half a th", false);
     assert_eq!((cut.reasoning.as_deref(), cut.content), (Some("Half a th"), None));
     assert_eq!(finish, "length");
+}
+
+#[test]
+fn another_format_has_its_own_grammar() {
+    let format = chatml();
+    let schema = serde_json::json!({"enum": ["yes", "no"]});
+    let response_format = format::chat::SchemaFormat { name: "word".into(), description: None, schema, strict: true };
+    let asked =
+        Conversation { response_format: ResponseFormat::JsonSchema(response_format), ..Conversation::default() };
+    let constraint = format.constraint(&asked).unwrap();
+    let compiler = constraint::Compiler::new(Arc::clone(format.vocabulary()));
+    let mut matcher = compiler.compile(&constraint.grammar, format.stop_token_ids()).unwrap();
+    matcher.consume(&format.vocabulary().encode("\"no\"")).unwrap();
+    let mask = matcher.mask().unwrap();
+    assert!(mask.allows(format.stop[0]));
+    assert!(!mask.allows(format.start));
+    assert_eq!(format.constraint(&Conversation::default()), None);
 }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use format::chat::{Channel, ChatFormat, Event, Parser, Recipient, Role};
 use format::harmony::Harmony;
-use vocabulary::Vocabulary;
 use types::TokenId;
+use vocabulary::Vocabulary;
 
 /// Functions `get_weather` and `search` are declared.
 struct Reader {

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use format::chat::{Answer, ChatFormat, ChatStream, completions};
 use format::harmony::Harmony;
-use vocabulary::Vocabulary;
 use serde_json::{Value, json};
 use types::{FinishReason, TokenId};
+use vocabulary::Vocabulary;
 
 fn harmony() -> Harmony {
     let tokenizer = include_bytes!("../../model/gpt-oss-nano/tokenizer.json");

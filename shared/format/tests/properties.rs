@@ -9,10 +9,10 @@ use format::chat::{
     ToolCall, ToolDefinition,
 };
 use format::harmony::Harmony;
-use vocabulary::Vocabulary;
 use proptest::prelude::*;
 use serde_json::json;
 use types::{FinishReason, TokenId};
+use vocabulary::Vocabulary;
 
 static HARMONY: LazyLock<Harmony> = LazyLock::new(|| {
     let tokenizer = include_bytes!("../../model/gpt-oss-nano/tokenizer.json");

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use types::TokenId;
 
+use crate::chat::constraint::TurnConstraint;
 use crate::chat::conversation::Conversation;
 use vocabulary::Vocabulary;
 
@@ -25,6 +26,10 @@ pub trait ChatFormat: Send + Sync {
     /// # Errors
     /// The conversation contradicts itself; the error names the message.
     fn render(&self, conversation: &Conversation) -> Result<Prompt, RenderError>;
+
+    /// What the model's turn must look like, from the first token behind [`Prompt::tokens`] to the stop token; `None` if the conversation
+    /// asks for nothing but text and calls as the model likes them. Asks for a call only of tools that the conversation offers.
+    fn constraint(&self, conversation: &Conversation) -> Option<TurnConstraint>;
 
     /// A parser for what the model writes after [`Prompt::tokens`].
     fn parser(&self, turn: &TurnContext) -> Box<dyn Parser>;

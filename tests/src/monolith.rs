@@ -79,6 +79,7 @@ impl Monolith {
                 tokens: RowTokens::Known(next),
                 output: RowOutputKind::Sample,
                 publish_kv: false,
+                mask: None,
             }];
             plan.step = self.step;
             self.step += 1;

@@ -50,6 +50,8 @@ pub struct Config {
     /// Tokens that wait for a client that reads slowly. One more ends its sequence (`SLOW_CONSUMER`, to be resumed from what was
     /// delivered), so that no client can hold up the batch.
     pub stream_tokens_max: usize,
+    /// Threads that compute the masks of constrained sequences while the engine computes.
+    pub mask_threads: u32,
     /// The step loop.
     pub step_loop: StepLoopConfig,
     /// KV transfer.
@@ -78,6 +80,7 @@ impl Default for Config {
             window_pages: None,
             ticket_ttl_ms: 120_000,
             stream_tokens_max: 1_024,
+            mask_threads: 2,
             step_loop: StepLoopConfig::default(),
             transfer: TransferConfig::default(),
             driver: Driver::default(),
@@ -97,6 +100,7 @@ impl Validate for Config {
         let is_any = self.kv_listen.host.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_unspecified());
         let reason = "is missing: tickets need an address that prefill workers can reach";
         problems.check(!is_any || self.kv_advertise.is_some(), "kv_advertise", reason);
+        problems.range("mask_threads", self.mask_threads, 1..=64);
         problems.nested("step_loop", &self.step_loop);
         if let Err(reason) = self.transfer.validate() {
             problems.report("transfer", reason);

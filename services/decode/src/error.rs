@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use scheduler::{AbortReason, Refusal};
+use scheduler::{AbortReason, MaskFailure, Refusal};
 use tonic::{Code, Status};
 use transfer::{EndCause, TransferError};
 use types::{Classify, ErrorClass, InvalidRequest, PeerId};
@@ -53,6 +53,9 @@ pub enum DecodeError {
         /// Tokens that wait.
         waiting: usize,
     },
+    /// The request's grammar cannot be used, or cannot be followed any further. It would fail again wherever it is tried.
+    #[error("constraint: {0}")]
+    Constraint(MaskFailure),
     /// The worker ends, or its engine failed.
     #[error("worker is ending")]
     Ending,
@@ -73,6 +76,7 @@ impl DecodeError {
             AbortReason::Expired => Self::Expired,
             AbortReason::PeerLost => lost(EndCause::Lost(transfer::LossCause::Ended)),
             AbortReason::TransferFailed => lost(EndCause::Revoked),
+            AbortReason::ConstraintFailed => Self::Constraint(MaskFailure::Abandoned),
         }
     }
 
@@ -95,6 +99,7 @@ impl DecodeError {
             Self::Transfer { .. } => "TRANSFER_ABORTED",
             Self::WrongParts { .. } => "KV_WRONG_PARTS",
             Self::SlowConsumer { .. } => "SLOW_CONSUMER",
+            Self::Constraint(_) => "CONSTRAINT_FAILED",
             Self::Ending => "ENDING",
             Self::Stuck { .. } => "STUCK",
         }
@@ -104,7 +109,7 @@ impl DecodeError {
 impl Classify for DecodeError {
     fn class(&self) -> ErrorClass {
         match self {
-            Self::Invalid(_) => ErrorClass::Caller,
+            Self::Invalid(_) | Self::Constraint(_) => ErrorClass::Caller,
             Self::Refused(refusal) => refusal.class(),
             Self::Post(error) => error.class(),
             Self::Cancelled => ErrorClass::Cancelled,

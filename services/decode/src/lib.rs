@@ -84,8 +84,15 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     let status = Arc::clone(&runtime.status);
     let load = move || model.load(&sizes.engine, None, &status);
     let Some(loaded) = runtime.blocking("load-model", load).await? else { return Ok(runtime.tasks.join().await?) };
-    let state =
-        DecodeState::new(scheduler, loaded.engine, receiver, Arc::clone(&runtime.status), runtime.metrics.clone());
+    let masks = runtime.start_masks(&loaded.compiler, config.mask_threads)?;
+    let state = DecodeState::new(
+        scheduler,
+        loaded.engine,
+        masks,
+        receiver,
+        Arc::clone(&runtime.status),
+        runtime.metrics.clone(),
+    );
     let step_loop = StepLoop::start(
         state,
         (mailbox, inbox),

@@ -7,12 +7,14 @@ use std::time::Instant;
 use engine::group::{EngineGroup, KvWrite};
 use kv::{PageTables, SliceError};
 use scheduler::ticket::TicketError;
-use scheduler::{AbortReason, DecodeAction, DecodeScheduler, Outcome, Refusal, ReserveRequest};
+use scheduler::{
+    AbortReason, DecodeAction, DecodeScheduler, MaskPromise, Outcome, PendingMask, Refusal, ReserveRequest,
+};
 use tokio::sync::oneshot;
 use transfer::{Arrival, ArrivalEvent, CommitReply, EndCause, FirstToken, ReceiveTransport, Revoked};
 use types::{Finished, KvLayout, Load, PageGroup, PeerId, SampledToken, TicketId, Usage};
 use worker::status::pool_load;
-use worker::{Clock, LoadReport, Next, Status, StepLoopFailure, Turn, WorkerMetrics};
+use worker::{Clock, LoadReport, MaskThreads, Next, Opening, Status, StepLoopFailure, Turn, WorkerMetrics};
 
 use crate::error::DecodeError;
 use crate::flight::{End, FlightSender, NotSent};
@@ -46,6 +48,9 @@ struct Flight {
     first_part_at: Option<Instant>,
     /// More than the scheduler knows of why it will end.
     failure: Option<DecodeError>,
+    is_constrained: bool,
+    /// The last mask that was promised.
+    mask: Option<Arc<PendingMask>>,
 }
 
 /// Parts whose bytes wait to be written, all in one go for each rank.
@@ -59,6 +64,7 @@ struct Staged {
 pub struct DecodeState {
     scheduler: DecodeScheduler,
     engine: Arc<EngineGroup>,
+    masks: MaskThreads,
     layout: KvLayout,
     transport: Arc<dyn ReceiveTransport>,
     flights: HashMap<TicketId, Flight>,
@@ -77,6 +83,7 @@ impl DecodeState {
     pub fn new(
         scheduler: DecodeScheduler,
         engine: Arc<EngineGroup>,
+        masks: MaskThreads,
         transport: Arc<dyn ReceiveTransport>,
         status: Arc<Status>,
         metrics: WorkerMetrics,
@@ -86,6 +93,7 @@ impl DecodeState {
         let state = Self {
             scheduler,
             engine,
+            masks,
             layout,
             transport,
             flights: HashMap::new(),
@@ -134,7 +142,10 @@ impl DecodeState {
             kv_bytes: 0,
             first_part_at: None,
             failure: None,
+            is_constrained: request.sequence.constraint.is_some(),
+            mask: None,
         };
+        let opening = Opening::of(&request.sequence);
         let refusal = if self.status.is_draining() {
             Some(DecodeError::from(Refusal::Draining))
         } else if let Err(refusal) = self.scheduler.reserve(now, request) {
@@ -153,6 +164,10 @@ impl DecodeState {
             }
             None => {
                 self.flights.insert(ticket, flight);
+                // Compiled while the KV cache is on its way.
+                if let Some(opening) = opening {
+                    self.masks.open(ticket, opening);
+                }
                 // If the caller left meanwhile, its stream is closed, and the sweep for abandoned streams finds it.
                 let _ = reply.send(Ok(()));
             }
@@ -278,6 +293,7 @@ impl DecodeState {
             for action in std::mem::take(&mut self.actions) {
                 match action {
                     DecodeAction::Token { ticket, index, token } => self.on_token(ticket, index, token),
+                    DecodeAction::Mask { ticket, index, promise } => self.on_mask(ticket, index, promise),
                     DecodeAction::Ended { ticket, outcome } => self.on_ended(ticket, outcome),
                     DecodeAction::Fence { ticket } => self.revoke(ticket, transfer::AbortReason::Cancelled),
                 }
@@ -288,6 +304,9 @@ impl DecodeState {
     fn on_token(&mut self, ticket: TicketId, index: u32, token: SampledToken) {
         let Some(flight) = self.flights.get_mut(&ticket) else { return };
         flight.output_tokens = index + 1;
+        if flight.is_constrained {
+            self.masks.consume(ticket, token.token);
+        }
         if index == flight.first_index {
             return;
         }
@@ -296,16 +315,27 @@ impl DecodeState {
         }
     }
 
+    fn on_mask(&mut self, ticket: TicketId, index: u32, promise: MaskPromise) {
+        if let Some(flight) = self.flights.get_mut(&ticket) {
+            flight.mask = Some(Arc::clone(promise.pending()));
+        }
+        self.masks.mask(ticket, index, promise);
+    }
+
     fn on_ended(&mut self, ticket: TicketId, outcome: Outcome) {
         if let Outcome::Aborted(reason) = outcome {
             let reason = match reason {
                 AbortReason::Cancelled => transfer::AbortReason::Cancelled,
                 AbortReason::Expired => transfer::AbortReason::Expired,
                 AbortReason::PeerLost | AbortReason::TransferFailed => transfer::AbortReason::WrongParts,
+                AbortReason::ConstraintFailed => transfer::AbortReason::Cancelled,
             };
             self.revoke(ticket, reason);
         }
         let Some(flight) = self.flights.remove(&ticket) else { return };
+        if flight.is_constrained {
+            self.masks.close(ticket);
+        }
         let end = match outcome {
             Outcome::Finished(reason) => {
                 let Flight { prompt_tokens, output_tokens, .. } = flight;
@@ -313,7 +343,9 @@ impl DecodeState {
             }
             Outcome::Preempted => End::Preempted,
             Outcome::Aborted(reason) => {
-                let failure = flight.failure;
+                let broken = flight.mask.as_deref().and_then(PendingMask::failure);
+                let broken = broken.filter(|_| reason == AbortReason::ConstraintFailed);
+                let failure = broken.map(|failure| DecodeError::Constraint(failure.clone())).or(flight.failure);
                 let error = failure.unwrap_or_else(|| DecodeError::from_reason(reason, &flight.prefill));
                 self.metrics.request_failed(error.reason());
                 End::Failed(error)

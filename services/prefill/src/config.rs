@@ -40,6 +40,8 @@ pub struct Config {
     pub full_pages: Option<u32>,
     /// Pages for layers of sliding-window attention; by default as many as `max_prompts` hold.
     pub window_pages: Option<u32>,
+    /// Threads that compute the masks of constrained sequences while the engine computes.
+    pub mask_threads: u32,
     /// The step loop.
     pub step_loop: StepLoopConfig,
     /// KV transfer.
@@ -65,6 +67,7 @@ impl Default for Config {
             max_prompts: 4,
             full_pages: None,
             window_pages: None,
+            mask_threads: 1,
             step_loop: StepLoopConfig::default(),
             transfer: TransferConfig::default(),
             driver: Driver::default(),
@@ -82,6 +85,7 @@ impl Validate for Config {
         problems.range("chunk_tokens", self.chunk_tokens, 1..=1 << 16);
         problems.range("max_queued", self.max_queued, 1..=1 << 16);
         problems.range("max_prompts", self.max_prompts, 1..=1_024);
+        problems.range("mask_threads", self.mask_threads, 1..=64);
         problems.nested("step_loop", &self.step_loop);
         if let Err(reason) = self.transfer.validate() {
             problems.report("transfer", reason);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use engine::EngineError;
 use kv::PageMapError;
-use scheduler::{AbortReason, PrefillRefusal};
+use scheduler::{AbortReason, MaskFailure, PrefillRefusal};
 use tonic::{Code, Status};
 use transfer::TransferError;
 use types::{Classify, ErrorClass, InvalidRequest, PeerId};
@@ -56,6 +56,9 @@ pub enum PrefillError {
     /// The ticket's time ran out first.
     #[error("ticket expired before the prompt was computed")]
     Expired,
+    /// The request's grammar cannot be used, or cannot be followed any further. It would fail again wherever it is tried.
+    #[error("constraint: {0}")]
+    Constraint(MaskFailure),
     /// The worker ends, or its engine failed.
     #[error("worker is ending")]
     Ending,
@@ -78,6 +81,7 @@ impl PrefillError {
     pub(crate) fn from_reason(reason: AbortReason) -> Self {
         match reason {
             AbortReason::Expired => Self::Expired,
+            AbortReason::ConstraintFailed => Self::Constraint(MaskFailure::Abandoned),
             AbortReason::Cancelled | AbortReason::PeerLost | AbortReason::TransferFailed => Self::Cancelled,
         }
     }
@@ -103,6 +107,7 @@ impl PrefillError {
             Self::Export(_) => "KV_EXPORT_FAILED",
             Self::Cancelled => "CANCELLED",
             Self::Expired => "TICKET_EXPIRED",
+            Self::Constraint(_) => "CONSTRAINT_FAILED",
             Self::Ending => "ENDING",
             Self::Stuck { .. } => "STUCK",
         }
@@ -112,7 +117,7 @@ impl PrefillError {
 impl Classify for PrefillError {
     fn class(&self) -> ErrorClass {
         match self {
-            Self::Invalid(_) => ErrorClass::Caller,
+            Self::Invalid(_) | Self::Constraint(_) => ErrorClass::Caller,
             Self::Refused(refusal) => refusal.class(),
             Self::Transfer(error) => error.class(),
             Self::Cancelled => ErrorClass::Cancelled,

@@ -98,8 +98,15 @@ async fn run_with_lanes(
     let (status, listener) = (Arc::clone(&runtime.status), Arc::clone(&exporter) as Arc<dyn KvListener>);
     let load = move || model.load(&sizes.engine, Some(listener), &status);
     let Some(loaded) = runtime.blocking("load-model", load).await? else { return Ok(runtime.tasks.join().await?) };
-    let state =
-        PrefillState::new(scheduler, loaded.engine, exporter, Arc::clone(&runtime.status), runtime.metrics.clone());
+    let masks = runtime.start_masks(&loaded.compiler, config.mask_threads)?;
+    let state = PrefillState::new(
+        scheduler,
+        loaded.engine,
+        masks,
+        exporter,
+        Arc::clone(&runtime.status),
+        runtime.metrics.clone(),
+    );
     let step_loop = StepLoop::start(
         state,
         (mailbox, inbox),

@@ -6,14 +6,14 @@ use std::time::Instant;
 
 use engine::group::EngineGroup;
 use scheduler::{
-    AbortReason, PrefillAction, PrefillOutcome, PrefillRefusal, PrefillRequest, PrefillScheduler, PrefillStep,
-    TransferEnd,
+    AbortReason, PendingMask, PrefillAction, PrefillOutcome, PrefillRefusal, PrefillRequest, PrefillScheduler,
+    PrefillStep, TransferEnd,
 };
 use tokio::sync::{mpsc, oneshot};
 use transfer::{FirstToken, Receipt, TransferError};
 use types::{FinishReason, Finished, Load, PageGroup, PrefillEvent, SampledToken, TicketId, Usage};
 use worker::status::pool_load;
-use worker::{Clock, LoadReport, Next, Status, StepLoopFailure, Turn, WorkerMetrics};
+use worker::{Clock, LoadReport, MaskThreads, Next, Opening, Status, StepLoopFailure, Turn, WorkerMetrics};
 
 use crate::error::PrefillError;
 use crate::export::{Export, Exporter};
@@ -60,6 +60,11 @@ struct Job {
     receipt: Option<Receipt>,
     /// More than the scheduler knows of why it will end.
     failure: Option<PrefillError>,
+    /// Output index of the token that it samples.
+    next_index: u32,
+    is_constrained: bool,
+    /// The mask for the token that the prompt samples.
+    mask: Option<Arc<PendingMask>>,
 }
 
 /// A chunk that is planned and not launched.
@@ -86,6 +91,7 @@ struct Launched {
 pub struct PrefillState {
     scheduler: PrefillScheduler,
     engine: Arc<EngineGroup>,
+    masks: MaskThreads,
     exporter: Arc<Exporter>,
     jobs: HashMap<TicketId, Job>,
     actions: Vec<PrefillAction>,
@@ -101,12 +107,14 @@ impl PrefillState {
     pub fn new(
         scheduler: PrefillScheduler,
         engine: Arc<EngineGroup>,
+        masks: MaskThreads,
         exporter: Arc<Exporter>,
         status: Arc<Status>,
         metrics: WorkerMetrics,
     ) -> Self {
         let (jobs, actions, launched) = (HashMap::new(), Vec::new(), VecDeque::new());
-        let state = Self { scheduler, engine, exporter, jobs, actions, pending: None, launched, status, metrics };
+        let state =
+            Self { scheduler, engine, masks, exporter, jobs, actions, pending: None, launched, status, metrics };
         state.report();
         state
     }
@@ -123,6 +131,8 @@ impl PrefillState {
     fn on_submit(&mut self, now: Instant, submit: Submit) {
         let Submit { request, handoff, events, reply } = submit;
         let (ticket, prompt_tokens) = (request.ticket, request.sequence.prompt.len() as u32);
+        let next_index = request.sequence.next_index();
+        let opening = Opening::of(&request.sequence);
         let submitted =
             if self.status.is_draining() { Err(PrefillRefusal::Draining) } else { self.scheduler.submit(request) };
         if let Err(refusal) = submitted {
@@ -140,8 +150,15 @@ impl PrefillState {
             computed_at: None,
             receipt: None,
             failure: None,
+            next_index,
+            is_constrained: opening.is_some(),
+            mask: None,
         };
         self.jobs.insert(ticket, job);
+        // Compiled while the prompt waits and computes.
+        if let Some(opening) = opening {
+            self.masks.open(ticket, opening);
+        }
         // If the caller left meanwhile, its stream is closed, and the sweep for abandoned streams finds it.
         let _ = reply.send(Ok(()));
     }
@@ -249,6 +266,9 @@ impl PrefillState {
 
     fn on_ended(&mut self, now: Instant, ticket: TicketId, outcome: PrefillOutcome) {
         let Some(job) = self.jobs.remove(&ticket) else { return };
+        if job.is_constrained {
+            self.masks.close(ticket);
+        }
         match outcome {
             PrefillOutcome::Sent => {
                 let kv_bytes = job.receipt.map_or(0, |receipt| receipt.kv_bytes);
@@ -264,7 +284,10 @@ impl PrefillState {
             // `Finished` was sent with the token.
             PrefillOutcome::Finished(_) => {}
             PrefillOutcome::Aborted(reason) => {
-                let error = job.failure.clone().unwrap_or_else(|| PrefillError::from_reason(reason));
+                let broken = job.mask.as_deref().and_then(PendingMask::failure);
+                let broken = broken.filter(|_| reason == AbortReason::ConstraintFailed);
+                let failure = broken.map(|failure| PrefillError::Constraint(failure.clone())).or(job.failure.clone());
+                let error = failure.unwrap_or_else(|| PrefillError::from_reason(reason));
                 self.metrics.request_failed(error.reason());
                 job.send(Err(error));
             }
@@ -332,10 +355,15 @@ impl PrefillState {
     }
 
     fn launch(&mut self, now: Instant, step: PrefillStep) -> Result<(), StepLoopFailure> {
-        let PrefillStep { ticket, plan, positions, publish_kv, tables, .. } = step;
+        let PrefillStep { ticket, plan, positions, publish_kv, tables, mask, .. } = step;
         let number = plan.step;
         if let Some(job) = self.jobs.get_mut(&ticket) {
             job.started_at.get_or_insert(now);
+            if let Some(promise) = mask {
+                job.mask = Some(Arc::clone(promise.pending()));
+                // The context ends with the last token that is known: the mask is for the one behind it.
+                self.masks.mask(ticket, job.next_index, promise);
+            }
             if let Some(handoff) = job.handoff.clone().filter(|_| publish_kv && job.failure.is_none()) {
                 self.exporter.begin(Export { step: number, handoff, tables, positions: positions.clone() });
             }

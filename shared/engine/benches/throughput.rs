@@ -76,7 +76,7 @@ fn sample(sampling: Sampling) -> f64 {
     let start = Instant::now();
     for _ in 0..DRAWS {
         copy.copy_from_slice(&logits);
-        sampler.sample(&mut slot, &mut copy);
+        sampler.sample(&mut slot, &mut copy, None);
     }
     start.elapsed().as_secs_f64() / DRAWS as f64
 }

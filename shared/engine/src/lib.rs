@@ -25,6 +25,9 @@ use types::PageId;
 ///
 /// A step is launched and collected apart: a device engine runs ahead of the host, which reads step `n` while `n + 1` computes
 /// (`RowTokens::LastSampled`). At most two steps are in flight. The CPU engine computes in `launch`.
+///
+/// A step with masks (`StepRow::mask`) runs ahead as well and waits for them only to sample: at the latest when it is collected, or when the
+/// next one is launched. By then the caller has collected all earlier steps, whose tokens the masks depend on.
 pub trait Engine: Send {
     /// Starts a step. Returns once the work is enqueued (CPU: done).
     ///

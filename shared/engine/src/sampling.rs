@@ -1,6 +1,6 @@
 //! From logits to a token.
 //!
-//! In this order: repetition penalty, frequency and presence penalties, logit bias; temperature; top-k; top-p over what top-k left; min-p; the
+//! In this order: grammar mask; repetition penalty, frequency and presence penalties, logit bias; temperature; top-k; top-p over what top-k left; min-p; the
 //! draw. Log-probabilities are those of the model's own distribution, before any of it. Everything is a function of the logits, the request and
 //! the output index: no state but the counts of tokens.
 
@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use scheduler::plan::SlotBinding;
-use types::{SampledToken, Sampling, TokenId, TokenLogprob};
+use types::{SampledToken, Sampling, TokenId, TokenLogprob, TokenMask};
 
 use crate::simd::Simd;
 use distribution::Distribution;
@@ -83,10 +83,18 @@ impl Default for Sampler {
 
 impl Sampler {
     /// Draws the next token of a sequence and counts it. `logits` (one for each token of the vocabulary, minus infinity for ids that must not
-    /// come out) are changed.
-    pub fn sample(&mut self, slot: &mut SlotSampler, logits: &mut [f32]) -> SampledToken {
+    /// come out) are changed. `mask` says which tokens the sequence's grammar allows.
+    pub fn sample(
+        &mut self,
+        slot: &mut SlotSampler,
+        logits: &mut [f32],
+        mask: Option<&TokenMask>,
+    ) -> SampledToken {
         let sampling = slot.sampling.clone();
         let unmodified = sampling.logprobs.map(|top| (logits.to_vec(), top));
+        if let Some(mask) = mask {
+            mask.apply(logits);
+        }
         slot.adjust(logits);
         let token = if sampling.temperature == 0.0 {
             arg_max(logits)

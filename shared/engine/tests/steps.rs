@@ -7,13 +7,14 @@ use std::iter::once;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use driver::{Driver, Row, options};
+use driver::{Driver, Row, greedy, options};
 use engine::cpu::{CpuOptions, LoadProgress, build_group, kv_layout};
 use engine::{EngineError, KvListener, KvReader};
 use kv::KvSlice;
 use model::Checkpoint;
-use scheduler::plan::{RowOutputKind, RowTokens, StepPlan, StepRow};
-use types::{PageId, ParallelLayout, Sampling, SlotId, TokenId};
+use scheduler::mask::{MaskFailure, MaskPromise};
+use scheduler::plan::{RowOutputKind, RowTokens, StepOutput, StepPlan, StepRow};
+use types::{PageId, ParallelLayout, Sampling, SlotId, TokenId, TokenMask};
 
 const TP4_EP4: ParallelLayout = ParallelLayout { tp: 4, ep: 4, dp: 1 };
 
@@ -130,6 +131,41 @@ fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
     }
 }
 
+/// Two steps in flight, as on a device: the mask of the second comes when the first has been collected, and that of the third when it is launched
+/// already.
+#[test]
+fn masks_of_a_step_ahead_may_depend_on_the_step_before() {
+    let mut driver = Driver::new(options(ParallelLayout::tp(2)));
+    driver.bind(0, &[1, 2, 3], greedy());
+    driver.bind(1, &[4, 5], greedy());
+    let [first, second, third] = [(); 3].map(|()| MaskPromise::new());
+    let only = |token: TokenId| {
+        let word = |idx| if idx == token / 32 { 1 << (token % 32) } else { 0 };
+        Ok(TokenMask::from_words((0..64).map(word).collect()))
+    };
+    let token = |output: &StepOutput, row: usize| output.rows[row].sampled.as_ref().map(|sampled| sampled.token);
+    let rows = vec![
+        Row::new(0, &[1, 2, 3], RowOutputKind::Sample).masked(&first),
+        Row::new(1, &[4, 5], RowOutputKind::Sample),
+    ];
+    driver.launch(rows);
+    driver.launch(vec![Row::decode(0).masked(&second), Row::decode(1)]);
+    first.settle(only(77));
+    let output = driver.group.collect().expect("no rank is lost");
+    assert_eq!(token(&output, 0), Some(77));
+    assert!(token(&output, 1).is_some());
+    driver.launch(vec![Row::decode(0).masked(&third), Row::decode(1)]);
+    second.settle(only(78));
+    let output = driver.group.collect().expect("no rank is lost");
+    assert_eq!(token(&output, 0), Some(78));
+    third.settle(Err(MaskFailure::Grammar("no way on".into())));
+    let output = driver.group.collect().expect("no rank is lost");
+    assert_eq!(token(&output, 0), None, "never a token that the grammar might forbid");
+    assert!(token(&output, 1).is_some(), "other rows go on");
+    let output = driver.step(vec![Row::decode(0), Row::decode(1)]);
+    assert!(token(&output, 1).is_some());
+}
+
 #[test]
 fn a_plan_that_cannot_be_run_names_step_and_reason() {
     let row = |slot, tokens: Vec<TokenId>| StepRow {
@@ -138,6 +174,7 @@ fn a_plan_that_cannot_be_run_names_step_and_reason() {
         tokens: RowTokens::Known(tokens),
         output: RowOutputKind::None,
         publish_kv: false,
+        mask: None,
     };
     let cases = [
         (vec![row(0, vec![1])], "lacks pages"),

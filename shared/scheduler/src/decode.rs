@@ -19,6 +19,7 @@ pub use config::DecodeConfig;
 
 use crate::config::InvalidConfig;
 use crate::in_flight::{Retired, StepsInFlight};
+use crate::mask::MaskPromise;
 use crate::recent::RecentTickets;
 use crate::sequence::SequenceSpec;
 use crate::ticket::{AbortReason, Fence, Gone, Outcome, Phase, Taken, Ticket, TicketError};
@@ -41,6 +42,16 @@ pub enum DecodeAction {
         index: u32,
         /// The token.
         token: SampledToken,
+    },
+    /// Settle the promise with the mask for the output token with index `index`, once all tokens before it are known. A step in flight waits
+    /// for it.
+    Mask {
+        /// Whose.
+        ticket: TicketId,
+        /// Output index.
+        index: u32,
+        /// To be settled.
+        promise: MaskPromise,
     },
     /// The ticket is over; exactly one for each reservation, and nothing after it but a `Fence`.
     Ended {

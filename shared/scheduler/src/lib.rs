@@ -9,6 +9,7 @@
 mod config;
 pub mod decode;
 mod in_flight;
+pub mod mask;
 pub mod plan;
 pub mod prefill;
 mod recent;
@@ -18,6 +19,7 @@ pub mod ticket;
 pub use config::InvalidConfig;
 pub use decode::{DecodeAction, DecodeConfig, DecodeCounts, DecodeScheduler, Refusal, Reservation, ReserveRequest};
 pub use in_flight::StepMismatch;
+pub use mask::{MaskFailure, MaskPromise, PendingMask};
 pub use prefill::{
     PrefillAction, PrefillConfig, PrefillCounts, PrefillOutcome, PrefillRefusal, PrefillRequest, PrefillScheduler,
     PrefillStep, PromptGone, TransferEnd,

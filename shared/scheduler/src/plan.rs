@@ -7,6 +7,8 @@ use std::sync::Arc;
 
 use types::{PageGroup, PageId, Sampling, SlotId, TokenId};
 
+use crate::mask::PendingMask;
+
 /// One step: changes to slots first, then the rows.
 #[derive(Debug, Clone, Default)]
 pub struct StepPlan {
@@ -62,6 +64,9 @@ pub struct StepRow {
     pub output: RowOutputKind,
     /// Tell the engine's KV listener when the row's keys and values of a group of layers are in the cache.
     pub publish_kv: bool,
+    /// For [`RowOutputKind::Sample`]: which tokens may come out, if not all. Engines wait for it as late as they can, and never before the
+    /// outputs of earlier steps can be collected, since the mask depends on them.
+    pub mask: Option<Arc<PendingMask>>,
 }
 
 /// The tokens of a row.
@@ -117,7 +122,7 @@ pub struct StepOutput {
 pub struct RowOutput {
     /// Whose.
     pub slot: SlotId,
-    /// The token, if the row asked for [`RowOutputKind::Sample`].
+    /// The token, if the row asked for [`RowOutputKind::Sample`]; `None` also if its mask failed.
     pub sampled: Option<types::SampledToken>,
     /// `[positions, vocabulary]` row-major, if the row asked for logits; else empty.
     pub logits: Vec<f32>,

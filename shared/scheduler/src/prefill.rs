@@ -19,6 +19,7 @@ pub use config::PrefillConfig;
 
 use crate::config::InvalidConfig;
 use crate::in_flight::{StepMismatch, StepsInFlight};
+use crate::mask::MaskPromise;
 use crate::plan::{StepOutput, StepPlan};
 use crate::recent::RecentTickets;
 use crate::sequence::SequenceSpec;
@@ -101,6 +102,8 @@ pub struct PrefillStep {
     pub publish_kv: bool,
     /// The prompt's page tables during this chunk. Pages of the last window are never reused while a transfer reads them.
     pub tables: PageTables,
+    /// For the last chunk of a constrained prompt: to be settled with the mask for the token that it samples, which the engine waits for.
+    pub mask: Option<MaskPromise>,
 }
 
 /// Why a prompt was not taken.
@@ -288,7 +291,13 @@ impl PrefillScheduler {
             let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) else { continue };
             prompt.steps_in_flight -= 1;
             if prompt.is_computed() && prompt.progress == Progress::Computing {
-                let token = row.sampled.ok_or(StepMismatch::NoToken { step, slot: row.slot.0 })?;
+                let Some(token) = row.sampled else {
+                    if prompt.spec.constraint.is_none() {
+                        return Err(StepMismatch::NoToken { step, slot: row.slot.0 });
+                    }
+                    self.end(ticket, PrefillOutcome::Aborted(AbortReason::ConstraintFailed), out);
+                    continue;
+                };
                 let index = prompt.spec.next_index();
                 let finish = prompt.spec.finish_reason(index, token.token, self.config.max_context_tokens);
                 prompt.progress = Progress::Sending;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use types::{FinishReason, GenerateRequest, Sampling, TokenId};
+use types::{Constraint, FinishReason, GenerateRequest, Sampling, TokenId};
 
 /// The part of a request that computing it takes. Cheap to clone but for `generated`.
 #[derive(Debug, Clone)]
@@ -17,6 +17,8 @@ pub struct SequenceSpec {
     pub stop_token_ids: Arc<[TokenId]>,
     /// Most output tokens, those in `generated` counted in.
     pub max_tokens: u32,
+    /// What the output must look like. Schedulers only know that there is one: rows of the sequence sample under a mask.
+    pub constraint: Option<Constraint>,
 }
 
 impl From<&GenerateRequest> for SequenceSpec {
@@ -27,6 +29,7 @@ impl From<&GenerateRequest> for SequenceSpec {
             sampling: Arc::new(request.sampling.clone()),
             stop_token_ids: request.stop_token_ids.as_slice().into(),
             max_tokens: request.max_tokens,
+            constraint: request.constraint.clone(),
         }
     }
 }
@@ -86,6 +89,7 @@ mod tests {
             sampling: Arc::default(),
             stop_token_ids: [7].into(),
             max_tokens,
+            constraint: None,
         }
     }
 

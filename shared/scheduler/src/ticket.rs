@@ -24,6 +24,8 @@ pub enum AbortReason {
     PeerLost,
     /// The transfer failed, or sent what it should not.
     TransferFailed,
+    /// The grammar of its constraint could not be followed: there was no mask to sample under.
+    ConstraintFailed,
 }
 
 /// How a ticket ended on the decode worker.
@@ -164,6 +166,10 @@ pub(crate) struct Ticket {
 impl Ticket {
     pub(crate) fn new(id: TicketId, prefill: PeerId, deadline: Instant, reserve: SequenceReserve) -> Self {
         Self { id, prefill, deadline, state: State::Reserved(reserve) }
+    }
+
+    pub(crate) const fn id(&self) -> TicketId {
+        self.id
     }
 
     pub(crate) fn phase(&self) -> Phase {

@@ -8,6 +8,7 @@
 pub mod config;
 pub mod error;
 pub mod link;
+pub mod masks;
 pub mod metrics;
 pub mod model_load;
 pub mod runtime;
@@ -18,6 +19,7 @@ pub mod step_loop;
 pub use config::{EngineConfig, ModelSource, NumericsConfig, StepLoopConfig};
 pub use error::WorkerError;
 pub use link::{NetworkConnector, serve_kv};
+pub use masks::{MaskThreads, Opening};
 pub use metrics::WorkerMetrics;
 pub use model_load::{LoadedModel, OpenModel};
 pub use runtime::Runtime;

@@ -54,6 +54,8 @@ pub struct WorkerMetrics {
     pub request_failures: Family<CauseLabel, Counter>,
     /// Sequences that gave way for lack of pages.
     pub preemptions: Counter,
+    /// Seconds of one mask: taking in a token of a grammar and saying what may follow.
+    pub mask_seconds: Histogram,
 }
 
 impl WorkerMetrics {
@@ -76,6 +78,7 @@ impl WorkerMetrics {
             transfer_failures: metrics.counters("transfer_failures", "KV transfers that ended without a commit"),
             request_failures: metrics.counters("request_failures", "Requests that ended without an answer"),
             preemptions: metrics.counter("preemptions", "Sequences that gave way for lack of pages"),
+            mask_seconds: metrics.histogram("mask_seconds", "Seconds to compute a grammar's mask", mask_buckets()),
         }
     }
 
@@ -88,6 +91,11 @@ impl WorkerMetrics {
     pub fn request_failed(&self, cause: &'static str) {
         self.request_failures.get_or_create(&CauseLabel { cause }).inc();
     }
+}
+
+/// 10 µs to 40 ms, doubling.
+fn mask_buckets() -> impl Iterator<Item = f64> {
+    (0..13).map(|exponent| 1e-5 * f64::from(1_u32 << exponent))
 }
 
 fn mirror_status(metrics: &Metrics, status: Arc<Status>) {

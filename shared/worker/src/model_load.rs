@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use constraint::Compiler;
 use engine::KvListener;
 use engine::cpu::{self, CpuOptions, LoadProgress};
 use engine::group::EngineGroup;
-use vocabulary::Vocabulary;
 use model::Checkpoint;
 use types::{KvLayout, ModelFingerprint, TokenId};
+use vocabulary::Vocabulary;
 
 use crate::config::{EngineConfig, ModelSource};
 use crate::error::WorkerError;
@@ -19,6 +20,7 @@ use crate::status::{LoadingProgress, Status};
 pub struct OpenModel {
     checkpoint: Arc<Checkpoint>,
     fingerprint: ModelFingerprint,
+    vocabulary: Arc<Vocabulary>,
     masked_tokens: Vec<Range<TokenId>>,
 }
 
@@ -26,6 +28,8 @@ pub struct OpenModel {
 pub struct LoadedModel {
     /// The ranks.
     pub engine: Arc<EngineGroup>,
+    /// Makes sense of the grammars of constrained sequences.
+    pub compiler: Arc<Compiler>,
 }
 
 impl OpenModel {
@@ -47,7 +51,7 @@ impl OpenModel {
         };
         let fingerprint = checkpoint.fingerprint(vocabulary.fingerprint());
         let masked_tokens = unused_tokens(&vocabulary, fingerprint.vocab_size);
-        Ok(Self { checkpoint: Arc::new(checkpoint), fingerprint, masked_tokens })
+        Ok(Self { checkpoint: Arc::new(checkpoint), fingerprint, vocabulary, masked_tokens })
     }
 
     /// The checkpoint.
@@ -94,7 +98,8 @@ impl OpenModel {
     ) -> Result<LoadedModel, WorkerError> {
         let progress = sum_over_ranks(Arc::clone(status));
         let engine = cpu::build_group(Arc::clone(&self.checkpoint), self.options(config), listener, progress)?;
-        Ok(LoadedModel { engine: Arc::new(engine) })
+        let compiler = Arc::new(Compiler::new(Arc::clone(&self.vocabulary)));
+        Ok(LoadedModel { engine: Arc::new(engine), compiler })
     }
 
     fn options(&self, config: &EngineConfig) -> CpuOptions {

@@ -6,11 +6,13 @@ use chassis::admin::Admin;
 use chassis::net::{Address, Listener, Network, http};
 use chassis::tasks::Tasks;
 use chassis::{Metrics, Shutdown};
+use constraint::Compiler;
 use tokio::sync::oneshot;
 use types::{Incarnation, PeerId, WorkerId};
 
 use crate::config::StepLoopConfig;
 use crate::error::WorkerError;
+use crate::masks::MaskThreads;
 use crate::metrics::WorkerMetrics;
 use crate::status::Status;
 use crate::step_loop::{Driver, StepLoop};
@@ -91,6 +93,15 @@ impl Runtime {
             },
             () = self.shutdown().drain().cancelled() => Ok(None),
         }
+    }
+
+    /// Starts the threads that compute masks.
+    ///
+    /// # Errors
+    /// The operating system refuses a thread.
+    pub fn start_masks(&self, compiler: &Arc<Compiler>, threads: u32) -> Result<MaskThreads, WorkerError> {
+        let started = MaskThreads::start(compiler, threads, &self.metrics.mask_seconds);
+        started.map_err(|error| WorkerError::Config(format!("cannot start a thread for masks: {error}")))
     }
 
     /// Serves until told to end: passes the drain on by `on_drain`, stops everything if the step loop fails, and ends the loop last,

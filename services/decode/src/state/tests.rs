@@ -89,6 +89,13 @@ impl ReceiveTransport for NotedTransport {
     }
 }
 
+fn masks(metrics: &WorkerMetrics) -> worker::MaskThreads {
+    let json = include_bytes!("../../../../shared/model/gpt-oss-nano/tokenizer.json");
+    let vocabulary = Arc::new(vocabulary::Vocabulary::from_tokenizer_json(json).unwrap());
+    let compiler = Arc::new(constraint::Compiler::new(vocabulary));
+    worker::MaskThreads::start(&compiler, 1, &metrics.mask_seconds).unwrap()
+}
+
 struct ManualClock(Mutex<Instant>);
 
 impl Clock for ManualClock {
@@ -133,6 +140,7 @@ impl World {
         let state = DecodeState::new(
             scheduler,
             Arc::new(engine.unwrap()),
+            masks(&metrics),
             Arc::clone(&transport) as Arc<dyn ReceiveTransport>,
             Arc::clone(&status),
             metrics,
@@ -154,6 +162,7 @@ impl World {
             sampling: Arc::default(),
             stop_token_ids: [].into(),
             max_tokens,
+            constraint: None,
         };
         let request = ReserveRequest { ticket: TicketId(ticket), prefill: prefill(), sequence };
         self.turn([Message::Reserve(Box::new(Reserve { request, events, reply }))]);
@@ -357,6 +366,7 @@ fn a_draining_worker_refuses_and_goes_on() {
         sampling: Arc::default(),
         stop_token_ids: [].into(),
         max_tokens: 4,
+        constraint: None,
     };
     let request = ReserveRequest { ticket: TicketId(2), prefill: prefill(), sequence };
     world.turn([Message::Reserve(Box::new(Reserve { request, events, reply }))]);

@@ -57,7 +57,14 @@ impl Monolith {
         let mut position = 0;
         loop {
             let tokens = RowTokens::Known(known[position as usize..].to_vec());
-            plan.rows.push(StepRow { slot, position, tokens, output: RowOutputKind::Sample, publish_kv: false });
+            plan.rows.push(StepRow {
+                slot,
+                position,
+                tokens,
+                output: RowOutputKind::Sample,
+                publish_kv: false,
+                mask: None,
+            });
             position = known.len() as u32;
             self.engine.launch(Arc::new(plan)).unwrap();
             let token = self.engine.collect().unwrap().rows[0].sampled.clone().expect("the row samples").token;

@@ -42,6 +42,8 @@ pub(crate) struct CpuRank {
     listener: Option<Arc<dyn KvListener>>,
     publish_layers: usize,
     probe: Option<Arc<dyn Probe>>,
+    /// A step with masked rows that has yet to sample, and its logits.
+    unsampled: Option<(Arc<StepPlan>, Vec<f32>)>,
     /// Steps computed and not yet collected.
     outputs: VecDeque<StepOutput>,
 }
@@ -79,6 +81,7 @@ impl CpuRank {
                 .map_or(config.num_layers.div_ceil(4), |layers| layers as usize)
                 .max(1),
             probe: options.probe.clone().filter(|_| plan.rank == 0),
+            unsampled: None,
             outputs: VecDeque::new(),
             model: RankModel {
                 config: config.clone(),
@@ -177,7 +180,12 @@ impl CpuRank {
                     for masked in &self.masked_tokens {
                         logits[masked.start as usize..masked.end as usize].fill(f32::NEG_INFINITY);
                     }
-                    output.sampled = Some(self.sampler.sample(slot, logits));
+                    // Without its mask the row yields nothing: never a token that the grammar might forbid.
+                    output.sampled = match row.mask.as_ref().map(|mask| mask.wait()) {
+                        None => Some(self.sampler.sample(slot, logits, None)),
+                        Some(Ok(mask)) => Some(self.sampler.sample(slot, logits, Some(mask))),
+                        Some(Err(_)) => None,
+                    };
                 }
             }
             outputs.push(output);
@@ -185,31 +193,12 @@ impl CpuRank {
         Ok(outputs)
     }
 
-    /// Tells all ranks what rank 0 sampled, so that a later step may begin with it.
-    fn share_sampled(&mut self, plan: &StepPlan, outputs: &[RowOutput]) -> Result<(), EngineError> {
-        let sampling =
-            plan.rows.iter().filter(|row| row.output == RowOutputKind::Sample).map(|row| row.slot.0 as usize);
-        let publish = |out: &mut Vec<f32>| {
-            out.clear();
-            let sampled = outputs.iter().filter_map(|row| row.sampled.as_ref());
-            out.extend(sampled.map(|sampled| f32::from_bits(sampled.token)));
-        };
-        let last_sampled = &mut self.last_sampled;
-        self.link.exchange(publish, |parts| {
-            for (slot, token) in sampling.zip(parts[0]) {
-                last_sampled[slot] = token.to_bits();
-            }
-        })
+    fn sample_late(&mut self) -> Result<(), EngineError> {
+        self.unsampled.take().map_or(Ok(()), |(plan, logits)| self.finish(&plan, logits))
     }
-}
 
-impl Engine for CpuRank {
-    fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
-        self.apply(plan)?;
-        let mut batch = std::mem::take(&mut self.batch);
-        batch.fill(plan, &self.last_sampled, &self.cache, &self.limits)?;
-        self.batch = batch;
-        let logits = self.forward(plan)?;
+    /// What follows the forward pass: sampling, and sharing what was sampled.
+    fn finish(&mut self, plan: &StepPlan, logits: Vec<f32>) -> Result<(), EngineError> {
         let rows = if self.is_first() {
             self.outputs(plan, logits)?
         } else {
@@ -224,7 +213,47 @@ impl Engine for CpuRank {
         Ok(())
     }
 
+    /// Tells all ranks what rank 0 sampled, so that a later step may begin with it.
+    fn share_sampled(&mut self, plan: &StepPlan, outputs: &[RowOutput]) -> Result<(), EngineError> {
+        let sampling =
+            plan.rows.iter().filter(|row| row.output == RowOutputKind::Sample).map(|row| row.slot.0 as usize);
+        let publish = |out: &mut Vec<f32>| {
+            out.clear();
+            // A row that failed ends its sequence; if a step behind it is planned already, that must find some token.
+            let rows = plan.rows.iter().zip(outputs).filter(|(row, _)| row.output == RowOutputKind::Sample);
+            let tokens = rows.map(|(_, output)| output.sampled.as_ref().map_or(0, |sampled| sampled.token));
+            out.extend(tokens.map(f32::from_bits));
+        };
+        let last_sampled = &mut self.last_sampled;
+        self.link.exchange(publish, |parts| {
+            for (slot, token) in sampling.zip(parts[0]) {
+                last_sampled[slot] = token.to_bits();
+            }
+        })
+    }
+}
+
+impl Engine for CpuRank {
+    /// Computes the step. With masked rows it samples no sooner than the step is collected or another one launched: the masks may depend on
+    /// tokens of the step before, which can be collected meanwhile. That holds on all ranks alike, so that they meet in the same exchange.
+    fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
+        self.sample_late()?;
+        self.apply(plan)?;
+        let mut batch = std::mem::take(&mut self.batch);
+        batch.fill(plan, &self.last_sampled, &self.cache, &self.limits)?;
+        self.batch = batch;
+        let logits = self.forward(plan)?;
+        if plan.rows.iter().any(|row| row.mask.is_some()) {
+            self.unsampled = Some((plan.clone(), logits));
+            return Ok(());
+        }
+        self.finish(plan, logits)
+    }
+
     fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        if self.outputs.is_empty() {
+            self.sample_late()?;
+        }
         let reason = || EngineError::Setup("collect without a launched step".into());
         self.outputs.pop_front().ok_or_else(reason)
     }

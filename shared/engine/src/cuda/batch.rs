@@ -221,7 +221,7 @@ mod tests {
     }
 
     fn row(slot: u32, position: u32, tokens: RowTokens, output: RowOutputKind) -> StepRow {
-        StepRow { slot: SlotId(slot), position, tokens, output, publish_kv: false }
+        StepRow { slot: SlotId(slot), position, tokens, output, publish_kv: false, mask: None }
     }
 
     fn known(tokens: &[u32]) -> RowTokens {

@@ -12,7 +12,7 @@ fn greedy() -> Sampling {
 }
 
 fn draw_once(sampling: Sampling, logits: &[f32]) -> SampledToken {
-    Sampler::default().sample(&mut slot(sampling, &[], &[]), &mut logits.to_vec())
+    Sampler::default().sample(&mut slot(sampling, &[], &[]), &mut logits.to_vec(), None)
 }
 
 /// Draws `draws` tokens with as many seeds and compares the counts with `expected` probabilities by Pearson's chi-squared statistic.
@@ -22,7 +22,7 @@ fn assert_distribution(sampling: &Sampling, logits: &[f32], expected: &[f64]) {
     let mut sampler = Sampler::default();
     for seed in 0..draws {
         let mut slot = slot(Sampling { seed, ..sampling.clone() }, &[], &[]);
-        counts[sampler.sample(&mut slot, &mut logits.to_vec()).token as usize] += 1;
+        counts[sampler.sample(&mut slot, &mut logits.to_vec(), None).token as usize] += 1;
     }
     let (mut statistic, mut freedom) = (0.0, -1.0);
     for (token, (&count, &probability)) in counts.iter().zip(expected).enumerate() {
@@ -173,7 +173,7 @@ fn bias_is_added_after_penalties() {
 fn a_sampled_token_counts_from_the_next_one_on() {
     let sampling = Sampling { presence_penalty: 2.0, ..greedy() };
     let (mut slot, mut sampler) = (slot(sampling, &[], &[]), Sampler::default());
-    let tokens: Vec<_> = (0..3).map(|_| sampler.sample(&mut slot, &mut [3.0, 2.0, 0.5]).token).collect();
+    let tokens: Vec<_> = (0..3).map(|_| sampler.sample(&mut slot, &mut [3.0, 2.0, 0.5], None).token).collect();
     // 3, 2, 0.5; then 1, 2, 0.5; then 1, 0, 0.5.
     assert_eq!(tokens, [0, 1, 0]);
 }
@@ -183,7 +183,7 @@ fn a_draw_depends_on_seed_choice_and_output_index_alone() {
     let run = |sampling: &Sampling, generated: &[TokenId], n: usize| -> Vec<TokenId> {
         let (mut slot, mut sampler) = (slot(sampling.clone(), &[9], generated), Sampler::default());
         let logits: Vec<f32> = (0..100).map(|token| (token % 10) as f32 * 0.1).collect();
-        (0..n).map(|_| sampler.sample(&mut slot, &mut logits.clone()).token).collect()
+        (0..n).map(|_| sampler.sample(&mut slot, &mut logits.clone(), None).token).collect()
     };
     let sampling = Sampling { seed: 42, ..Sampling::default() };
     let all = run(&sampling, &[], 20);
@@ -210,4 +210,26 @@ fn top_logprobs_list_equals_by_id() {
     assert_eq!(top_logits(&[1.0, 2.0, 2.0, 1.0, 2.0], 4), [(1, 2.0), (2, 2.0), (4, 2.0), (0, 1.0)]);
     assert_eq!(top_logits(&[1.0], 3), [(0, 1.0)]);
     assert_eq!(top_logits(&[1.0], 0), []);
+}
+
+#[test]
+fn a_mask_comes_before_everything_else_and_leaves_logprobs_alone() {
+    let logits = [5.0, 4.0, 3.0, 2.0];
+    let mask = TokenMask::from_words([0b1100].into());
+    for sampling in [
+        greedy(),
+        Sampling { top_k: 1, ..Sampling::default() },
+        Sampling { top_p: 0.1, ..Sampling::default() },
+        Sampling { min_p: 0.9, ..Sampling::default() },
+        Sampling { logit_bias: vec![(0, 100.0), (1, 100.0)], temperature: 0.0, ..Sampling::default() },
+        Sampling { repetition_penalty: 0.5, temperature: 0.0, ..Sampling::default() },
+    ] {
+        let sampling = Sampling { logprobs: Some(1), ..sampling };
+        let mut slot = slot(sampling.clone(), &[0, 1], &[]);
+        let masked = Sampler::default().sample(&mut slot, &mut logits.to_vec(), Some(&mask));
+        assert_eq!(masked.token, 2, "{sampling:?}");
+        assert_eq!(masked.top[0].token, 0, "the model's own favourite");
+        let log_sum: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum::<f64>().ln();
+        assert!((f64::from(masked.logprob.unwrap()) - (3.0 - log_sum)).abs() < 1e-5);
+    }
 }

@@ -9,6 +9,7 @@ use engine::cpu::{CpuOptions, Numerics, build_group};
 use engine::group::{EngineGroup, KvWrite};
 use kv::KvSlice;
 use model::Checkpoint;
+use scheduler::mask::{MaskPromise, PendingMask};
 use scheduler::plan::{PageDelta, RowOutputKind, RowTokens, SlotBinding, StepOutput, StepPlan, StepRow};
 use types::{KvDtype, KvLayout, PageGroup, PageId, ParallelLayout, Sampling, SlotId, TokenId};
 
@@ -18,16 +19,22 @@ pub(crate) struct Row {
     pub(crate) tokens: RowTokens,
     pub(crate) output: RowOutputKind,
     pub(crate) publish_kv: bool,
+    pub(crate) mask: Option<Arc<PendingMask>>,
 }
 
 impl Row {
     pub(crate) fn new(slot: u32, tokens: &[TokenId], output: RowOutputKind) -> Self {
-        Self { slot, tokens: RowTokens::Known(tokens.to_vec()), output, publish_kv: false }
+        Self { slot, tokens: RowTokens::Known(tokens.to_vec()), output, publish_kv: false, mask: None }
     }
 
     /// The token sampled in the step before; samples the next one.
     pub(crate) fn decode(slot: u32) -> Self {
-        Self { slot, tokens: RowTokens::LastSampled, output: RowOutputKind::Sample, publish_kv: false }
+        Self { slot, tokens: RowTokens::LastSampled, output: RowOutputKind::Sample, publish_kv: false, mask: None }
+    }
+
+    /// The same, to be sampled under a mask.
+    pub(crate) fn masked(self, promise: &MaskPromise) -> Self {
+        Self { mask: Some(Arc::clone(promise.pending())), ..self }
     }
 }
 
@@ -127,8 +134,8 @@ impl Driver {
             let end = position + row.tokens.len() as u32;
             self.grow(row.slot, position, end);
             self.sequences.get_mut(&row.slot).expect("the slot is bound").len = end;
-            let Row { slot, tokens, output, publish_kv } = row;
-            self.plan.rows.push(StepRow { slot: SlotId(slot), position, tokens, output, publish_kv });
+            let Row { slot, tokens, output, publish_kv, mask } = row;
+            self.plan.rows.push(StepRow { slot: SlotId(slot), position, tokens, output, publish_kv, mask });
         }
         let step = self.plan.step + 1;
         let plan = std::mem::replace(&mut self.plan, StepPlan { step, ..StepPlan::default() });

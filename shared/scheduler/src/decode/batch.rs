@@ -4,14 +4,17 @@
 //! several (`max_row_tokens` bounds them, since it decides how many window pages a sequence sets aside), and page tables allow the next row
 //! to begin inside this one, when drafts were rejected.
 
+use std::sync::Arc;
+
 use kv::SequencePages;
 use types::{SampledToken, SlotId, TicketId, TokenId};
 
 use super::{DecodeAction, DecodeScheduler};
 use crate::in_flight::StepMismatch;
+use crate::mask::MaskPromise;
 use crate::plan::{PageDelta, RowOutputKind, RowTokens, SlotBinding, StepOutput, StepPlan, StepRow};
 use crate::sequence::SequenceSpec;
-use crate::ticket::{Outcome, Taken, Ticket};
+use crate::ticket::{AbortReason, Outcome, Taken, Ticket};
 
 /// One admitted sequence.
 #[derive(Debug)]
@@ -62,7 +65,7 @@ impl Sequence {
     }
 
     /// Adds this sequence's row, and its binding if it is new, to a plan for which its pages are prepared.
-    fn join(&mut self, plan: &mut StepPlan) {
+    fn join(&mut self, plan: &mut StepPlan, out: &mut Vec<DecodeAction>) {
         let slot = self.slot;
         if self.ticket.run() == Taken::First {
             plan.bind.push(SlotBinding {
@@ -83,7 +86,13 @@ impl Sequence {
         let position = self.cached_tokens;
         self.cached_tokens += tokens.len() as u32;
         self.last_step = Some(plan.step);
-        plan.rows.push(StepRow { slot, position, tokens, output: RowOutputKind::Sample, publish_kv: false });
+        let mask = self.spec.constraint.is_some().then(|| {
+            let (promise, index) = (MaskPromise::new(), self.next_row_index() - 1);
+            let pending = Arc::clone(promise.pending());
+            out.push(DecodeAction::Mask { ticket: self.ticket.id(), index, promise });
+            pending
+        });
+        plan.rows.push(StepRow { slot, position, tokens, output: RowOutputKind::Sample, publish_kv: false, mask });
     }
 }
 
@@ -104,7 +113,7 @@ impl DecodeScheduler {
         for ticket in members {
             let sequence =
                 self.sequences.get_mut(&ticket).expect("prepared sequences are here: only younger ones gave way");
-            sequence.join(&mut plan);
+            sequence.join(&mut plan, out);
             rows.push((sequence.slot, ticket));
         }
         self.in_flight.push(&plan, rows);
@@ -141,15 +150,22 @@ impl DecodeScheduler {
     }
 
     /// Takes in what the oldest step in flight yielded: a [`DecodeAction::Token`] for each row whose sequence is still here, and
-    /// [`DecodeAction::Ended`] for those that it ends.
+    /// [`DecodeAction::Ended`] for those that it ends, also for want of a mask.
     ///
     /// # Errors
     /// [`StepMismatch`] when the output is not that of the oldest step in flight: the engine is broken.
     pub fn complete(&mut self, output: StepOutput, out: &mut Vec<DecodeAction>) -> Result<(), StepMismatch> {
         let step = output.step;
         for (ticket, row) in self.in_flight.pop(output)? {
-            let token = row.sampled.ok_or(StepMismatch::NoToken { step, slot: row.slot.0 })?;
-            self.deliver(ticket, token, out);
+            match (row.sampled, self.sequences.get(&ticket)) {
+                (Some(token), _) => self.deliver(ticket, token, out),
+                // Its mask was abandoned with it.
+                (None, None) => {}
+                (None, Some(sequence)) if sequence.spec.constraint.is_some() => {
+                    self.end(ticket, Outcome::Aborted(AbortReason::ConstraintFailed), out);
+                }
+                (None, Some(_)) => return Err(StepMismatch::NoToken { step, slot: row.slot.0 }),
+            }
         }
         self.retired.step_completed(step);
         Ok(())

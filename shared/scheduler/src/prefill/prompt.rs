@@ -1,11 +1,13 @@
 //! One prompt that holds a slot and pages.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use kv::SequencePages;
 use types::{SlotId, TicketId};
 
 use super::{PrefillRequest, PrefillStep};
+use crate::mask::MaskPromise;
 use crate::plan::{PageDelta, RowOutputKind, RowTokens, SlotBinding, StepPlan, StepRow};
 use crate::sequence::SequenceSpec;
 
@@ -109,12 +111,14 @@ impl Prompt {
             first_page: delta.first_page,
             append: delta.append,
         }));
+        let mask = (last && self.spec.constraint.is_some()).then(MaskPromise::new);
         plan.rows.push(StepRow {
             slot: self.slot,
             position: positions.start,
             tokens: RowTokens::Known(self.spec.context(positions.clone())),
             output: if last { RowOutputKind::Sample } else { RowOutputKind::None },
             publish_kv: self.publish_kv,
+            mask: mask.as_ref().map(|promise| Arc::clone(promise.pending())),
         });
         if self.publish_kv {
             self.transfer = Transfer::Open;
@@ -122,6 +126,6 @@ impl Prompt {
         self.planned = positions.end;
         self.steps_in_flight += 1;
         let tables = self.pages.tables();
-        PrefillStep { ticket: self.ticket, plan, positions, last, publish_kv: self.publish_kv, tables }
+        PrefillStep { ticket: self.ticket, plan, positions, last, publish_kv: self.publish_kv, tables, mask }
     }
 }

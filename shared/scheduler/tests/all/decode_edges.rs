@@ -370,6 +370,52 @@ fn rows_hold_the_newest_known_token_or_the_devices_own() {
     assert!(matches!(rig.plans[0].rows[0].tokens, RowTokens::Known(_)), "all has been read");
 }
 
+fn constrained(salt: u32) -> scheduler::SequenceSpec {
+    scheduler::SequenceSpec {
+        constraint: Some(types::Constraint { lark: "start: /x+/".into() }),
+        ..endless(salt, 20, 50)
+    }
+}
+
+#[test]
+fn each_row_of_a_constrained_sequence_has_the_mask_of_its_own_token() {
+    for lookahead in [false, true] {
+        let mut rig = rig(lookahead);
+        let spec = scheduler::SequenceSpec { generated: vec![5, 6, 7], ..constrained(1) };
+        rig.join(ticket(1), spec);
+        rig.join(ticket(2), endless(2, 20, 50));
+        for index in 4..8 {
+            while rig.plan() {}
+            let (of, found, promise) = rig.masks.remove(0);
+            assert_eq!((of, found), (ticket(1), index), "3 tokens are old, prefill sampled one");
+            let row = &rig.plans[0].rows[0];
+            assert!(row.mask.as_ref().is_some_and(|mask| std::sync::Arc::ptr_eq(mask, promise.pending())));
+            assert!(rig.plans[0].rows[1].mask.is_none());
+            promise.settle(Ok(types::TokenMask::from_words([u32::MAX].into())));
+            rig.complete();
+        }
+    }
+}
+
+#[test]
+fn a_row_without_its_mask_ends_its_sequence_and_no_other() {
+    for lookahead in [false, true] {
+        let mut rig = rig(lookahead);
+        rig.join(ticket(1), constrained(1));
+        rig.join(ticket(2), endless(2, 20, 50));
+        while rig.plan() {}
+        let tokens_before = rig.records[&ticket(1)].tokens.len();
+        rig.masks.clear();
+        while !rig.plans.is_empty() {
+            rig.complete();
+        }
+        let record = &rig.records[&ticket(1)];
+        assert_eq!(record.outcome, Some(Outcome::Aborted(AbortReason::ConstraintFailed)));
+        assert_eq!(record.tokens.len(), tokens_before, "nothing is delivered without a mask");
+        assert_eq!(rig.records[&ticket(2)].outcome, None);
+    }
+}
+
 #[test]
 fn a_config_that_could_strand_a_sequence_is_refused() {
     let field = |change: fn(&mut scheduler::DecodeConfig)| {

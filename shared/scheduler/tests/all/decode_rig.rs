@@ -7,8 +7,8 @@ use kv::{KvSlice, PageMap, PageTables};
 use scheduler::Taken;
 use scheduler::plan::StepPlan;
 use scheduler::{
-    AbortReason, DecodeAction, DecodeConfig, DecodeScheduler, Outcome, Phase, Refusal, ReserveRequest, SequenceSpec,
-    TicketError,
+    AbortReason, DecodeAction, DecodeConfig, DecodeScheduler, MaskPromise, Outcome, Phase, Refusal, ReserveRequest,
+    SequenceSpec, TicketError,
 };
 use types::{KvLayout, PeerId, TicketId, TokenId};
 
@@ -60,6 +60,8 @@ pub(crate) struct DecodeRig {
     pub(crate) fences: BTreeSet<TicketId>,
     /// Plans handed to the engine. It runs a step only when the host waits for it: as late as a device may.
     pub(crate) plans: VecDeque<StepPlan>,
+    /// Masks promised, oldest first: ticket, output index, promise.
+    pub(crate) masks: Vec<(TicketId, u32, MaskPromise)>,
     max_context_tokens: usize,
 }
 
@@ -75,6 +77,7 @@ impl DecodeRig {
             records: BTreeMap::new(),
             fences: BTreeSet::new(),
             plans: VecDeque::new(),
+            masks: Vec::new(),
             max_context_tokens,
         }
     }
@@ -83,6 +86,7 @@ impl DecodeRig {
     fn absorb(&mut self, actions: Vec<DecodeAction>) {
         for action in actions {
             match action {
+                DecodeAction::Mask { ticket, index, promise } => self.masks.push((ticket, index, promise)),
                 DecodeAction::Fence { ticket } => {
                     assert!(self.records[&ticket].outcome.is_some(), "a fence follows the end");
                     assert!(self.fences.insert(ticket), "{ticket} is fenced once");

@@ -43,6 +43,7 @@ fn spec(salt: u32, prompt_tokens: u32, max_tokens: u32) -> SequenceSpec {
         sampling: Arc::default(),
         stop_token_ids: [7].into(),
         max_tokens,
+        constraint: None,
     }
 }
 

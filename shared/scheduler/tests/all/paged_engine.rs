@@ -87,10 +87,14 @@ impl PagedEngine {
             for (position, token) in (row.position..end).zip(tokens) {
                 self.write(row_slot, position, token);
             }
-            let token = (row.output == RowOutputKind::Sample).then(|| self.sample(row_slot, end));
+            let may_sample = row.mask.as_ref().is_none_or(|mask| mask.wait().is_ok());
+            let token = (row.output == RowOutputKind::Sample && may_sample).then(|| self.sample(row_slot, end));
             let slot = self.slots.get_mut(&row_slot).expect("looked up above");
             slot.cached = Some(end);
-            slot.sampled = token.map(|token| (step, token)).or(slot.sampled);
+            if row.output == RowOutputKind::Sample {
+                // A row without its mask leaves something as well: a step behind it may be planned already.
+                slot.sampled = Some((step, token.unwrap_or(0)));
+            }
             RowOutput { slot: row_slot, sampled: token.map(sampled), logits: Vec::new() }
         });
         StepOutput { step: plan.step, rows: rows.collect() }

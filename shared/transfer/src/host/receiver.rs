@@ -238,7 +238,10 @@ impl HostReceiver {
                 Ok(self.end(ticket, connection, None, || ArrivalEvent::Ended(EndCause::Aborted(reason))))
             }
             Frame::Aborted(ticket) => {
-                let is_revoking = matches!(self.tickets().get(&ticket), Some(Posted { state: PostedState::Revoking { connection: bound, .. }, .. }) if bound.id == connection.id);
+                let is_revoking = match self.tickets().get(&ticket).map(|posted| &posted.state) {
+                    Some(PostedState::Revoking { connection: bound, .. }) => bound.id == connection.id,
+                    _ => false,
+                };
                 let arrival =
                     is_revoking.then(|| self.end(ticket, connection, None, || ArrivalEvent::Ended(EndCause::Revoked)));
                 Ok(arrival.flatten())

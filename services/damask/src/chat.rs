@@ -76,10 +76,10 @@ pub(crate) async fn ask(args: &ChatArgs, url: &str) -> anyhow::Result<()> {
     };
     let model = match &args.model {
         Some(model) => model.clone(),
-        None => first_model(with_key(client.get(format!("{url}/v1/models")))).await?,
+        None => first_model(with_key(client.get(format!("{url}/v1/models"))), url).await?,
     };
     let request = with_key(client.post(format!("{url}/v1/chat/completions"))).json(&args.body(&model));
-    let response = request.send().await.with_context(|| format!("cannot reach the gateway at {url}"))?;
+    let response = send(request, url).await?;
     if !response.status().is_success() {
         bail!("{}", refusal(response).await);
     }
@@ -99,8 +99,13 @@ pub(crate) async fn ask(args: &ChatArgs, url: &str) -> anyhow::Result<()> {
     bail!("the gateway ended the stream before the answer was complete")
 }
 
-async fn first_model(request: reqwest::RequestBuilder) -> anyhow::Result<String> {
-    let response = request.send().await.context("cannot reach the gateway")?;
+async fn send(request: reqwest::RequestBuilder, url: &str) -> anyhow::Result<reqwest::Response> {
+    let sent = request.send().await.map_err(reqwest::Error::without_url);
+    sent.with_context(|| format!("cannot reach the gateway at {url}"))
+}
+
+async fn first_model(request: reqwest::RequestBuilder, url: &str) -> anyhow::Result<String> {
+    let response = send(request, url).await?;
     if !response.status().is_success() {
         bail!("{}", refusal(response).await);
     }

@@ -11,7 +11,7 @@ pub(crate) struct HealthArgs {
     /// The admin port, host:port.
     #[arg(long, default_value = "127.0.0.1:8002")]
     admin: String,
-    /// Ask whether it is alive (a restart would not help) instead of whether it can serve now.
+    /// Ask whether it is alive (if not, only a restart helps) instead of whether it can serve now.
     #[arg(long)]
     live: bool,
     /// How long to wait for the answer.
@@ -19,13 +19,16 @@ pub(crate) struct HealthArgs {
     timeout_ms: u64,
 }
 
+/// Asks, and says `ok` if the service is well.
+///
 /// # Errors
 /// The reason that the service gives for not being well, or that it cannot be reached.
 pub(crate) async fn health(args: &HealthArgs) -> anyhow::Result<()> {
     let path = if args.live { "live" } else { "ready" };
     let url = format!("http://{}/health/{path}", args.admin);
     let client = reqwest::Client::builder().timeout(Duration::from_millis(args.timeout_ms)).build()?;
-    let response = client.get(&url).send().await.with_context(|| format!("no answer from {url}"))?;
+    let sent = client.get(&url).send().await.map_err(reqwest::Error::without_url);
+    let response = sent.with_context(|| format!("no answer from {url}"))?;
     let status = response.status();
     let body: serde_json::Value = response.json().await.context("the answer is not JSON")?;
     if !status.is_success() {

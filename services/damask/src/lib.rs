@@ -30,12 +30,12 @@ pub fn main() -> ExitCode {
         eprintln!("error: {error}");
         return ExitCode::from(EXIT_USAGE as u8);
     }
-    let format = cli.log_format;
     // Each connection takes a descriptor, and the usual soft limit of 1024 would be the first to be reached. Where raising it is forbidden, it
     // stays: then too many connections are refused.
     if let Err(error) = rlimit::increase_nofile_limit(u64::MAX) {
         tracing::debug!(%error, "the limit on open files stays as it is");
     }
+    let format = cli.log_format;
     match cli.run() {
         Ok(()) => ExitCode::SUCCESS,
         // Whoever reads standard output has seen enough, as in `damask chat ... | head`.

@@ -107,21 +107,21 @@ impl Stack {
         Addresses { pids, ..self.addresses.clone() }
     }
 
-    /// Waits until the gateway can serve. `progress` is told, a few times a second, what each service is waiting for.
+    /// Waits until the gateway can serve. `progress` is told, a few times a second, how far the weights have been read.
     ///
     /// # Errors
     /// When a service gives up.
-    pub(crate) async fn wait_ready(&mut self, progress: impl Fn(&BTreeMap<&'static str, Value>)) -> anyhow::Result<()> {
+    pub(crate) async fn wait_ready(&mut self, progress: impl Fn(Loading)) -> anyhow::Result<()> {
         let client = reqwest::Client::builder().timeout(Duration::from_secs(2)).build()?;
         loop {
-            let mut reports = BTreeMap::new();
-            for (name, admin) in &self.addresses.admin {
-                if let Ok(response) = client.get(format!("http://{admin}/health/ready")).send().await {
-                    reports.insert(*name, response.json().await.unwrap_or(Value::Null));
+            let mut loading = Loading::default();
+            for worker in ["prefill", "decode"] {
+                if let Some(metrics) = get(&client, self.addresses.admin[worker], "metrics").await {
+                    loading.add(&metrics);
                 }
             }
-            progress(&reports);
-            if reports.get("gateway").is_some_and(|report| report["status"] == "ok") {
+            progress(loading);
+            if get(&client, self.addresses.admin["gateway"], "health/ready").await.is_some() {
                 self.has_served.store(true, Ordering::Relaxed);
                 return Ok(());
             }
@@ -164,6 +164,32 @@ impl Stack {
         }
         first_failure
     }
+}
+
+/// How far the workers have read their weights, in units of their own.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Loading {
+    /// Read so far.
+    pub(crate) done: u64,
+    /// 0 until it is known.
+    pub(crate) total: u64,
+}
+
+impl Loading {
+    fn add(&mut self, metrics: &str) {
+        let sample = |name: &str| {
+            let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+            value.and_then(|value| value.parse().ok()).unwrap_or(0)
+        };
+        self.done += sample("damask_load_done");
+        self.total += sample("damask_load_total");
+    }
+}
+
+/// The body of a good answer; a service that is not up yet or not well has none.
+async fn get(client: &reqwest::Client, admin: SocketAddr, path: &str) -> Option<String> {
+    let response = client.get(format!("http://{admin}/{path}")).send().await.ok()?;
+    response.error_for_status().ok()?.text().await.ok()
 }
 
 fn failure((name, outcome): (&'static str, anyhow::Result<()>)) -> anyhow::Result<()> {
@@ -276,4 +302,18 @@ fn configs(options: &StackOptions, addresses: &Addresses) -> [Value; 4] {
     let prefill = worker("prefill", addresses.prefill, options.prefill_tp, 1);
     let decode = worker("decode", addresses.decode, options.decode_tp, options.decode_ep);
     [gateway, router, prefill, decode]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loading_adds_up_over_workers() {
+        let mut loading = Loading::default();
+        loading.add("# HELP damask_load_done Weights.\ndamask_load_done 3\ndamask_load_total 8\n# EOF\n");
+        loading.add("damask_load_done 1\ndamask_load_total 4\n");
+        loading.add("damask_load_done_created 99\n");
+        assert_eq!(loading, Loading { done: 4, total: 12 });
+    }
 }

@@ -1,18 +1,16 @@
 //! `damask up`: the whole stack on this machine; and the private stack that `damask chat` starts.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
 use crate::chat::{self, ChatArgs};
 use crate::serve::when_stdin_ends;
-use crate::stack::{Addresses, Stack, StackOptions, write_ready_file};
+use crate::stack::{Addresses, Loading, Stack, StackOptions, write_ready_file};
 use crate::supervisor::SUPERVISED;
 
 /// Run the whole stack on this machine.
@@ -150,23 +148,17 @@ async fn signal() -> std::io::Result<()> {
     }
 }
 
-/// Draws the loading of the weights on a terminal, as a bar over both workers.
-fn progress() -> impl Fn(&BTreeMap<&'static str, Value>) {
+/// Draws the loading of the weights on a terminal, as one bar over both workers.
+fn progress() -> impl Fn(Loading) {
     let style =
         ProgressStyle::with_template("{msg} [{bar:30}] {percent} %").expect("the template is a constant that parses");
     let bar = ProgressBar::new(0).with_style(style.progress_chars("=> ")).with_message("loading weights");
-    move |reports| {
-        let loading = reports.values().filter_map(|report| report.get("loading"));
-        let (mut done, mut total) = (0, 0);
-        for report in loading {
-            done += report["done"].as_u64().unwrap_or(0);
-            total += report["total"].as_u64().unwrap_or(0);
-        }
-        if reports.get("gateway").is_some_and(|report| report["status"] == "ok") {
-            bar.finish_and_clear();
-        } else if total > 0 {
+    move |Loading { done, total }| {
+        if total > 0 && done < total {
             bar.set_length(total);
             bar.set_position(done);
+        } else if done > 0 {
+            bar.finish_and_clear();
         }
     }
 }

@@ -56,11 +56,14 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
     worst / b.iter().fold(0.0f32, |worst, b| worst.max(b.abs()))
 }
 
-/// Keeps what the engine computed in the last step.
+/// The experts of a token, each with its weight.
+type Routed = Vec<(u32, f32)>;
+
+/// Keeps what the engine computed in the last step: hidden states by layer, experts by layer and token.
 #[derive(Default)]
 struct Recorder {
     hidden: Mutex<BTreeMap<usize, Vec<f32>>>,
-    routed: Mutex<BTreeMap<(usize, usize), Vec<(u32, f32)>>>,
+    routed: Mutex<BTreeMap<(usize, usize), Routed>>,
 }
 
 impl Probe for Recorder {

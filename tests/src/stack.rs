@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use serde::Deserialize;
 
-/// How long a stack may take from start to ready. Generous: the test machine may be building beside it.
+/// How long a stack may take from start to ready. Generous: the machine may be compiling beside it.
 const READY_WITHIN: Duration = Duration::from_secs(60);
 /// How long a stack may take to drain and exit.
 const EXIT_WITHIN: Duration = Duration::from_secs(30);

@@ -2,8 +2,10 @@
 //! chunk by chunk.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kernels::SampleRow;
+use scheduler::PendingMask;
 use scheduler::plan::{RowOutputKind, RowTokens, StepPlan, StepRow};
 use types::{PageGroup, SlotId};
 
@@ -36,6 +38,8 @@ pub(crate) struct Batch {
     /// Tokens whose logits are drawn from, ascending, and how.
     pub(crate) sample_tokens: Vec<usize>,
     pub(crate) sample_rows: Vec<SampleRow>,
+    /// Grammar masks, and the draws that wait for them.
+    pub(crate) masks: Vec<(usize, Arc<PendingMask>)>,
     /// For each row of the plan: its draw, if it samples.
     pub(crate) draws: Vec<Option<usize>>,
     /// For each row of the plan: tokens whose logits it yields.
@@ -145,6 +149,7 @@ impl Batch {
                 self.sample_rows.push(draw.ok_or_else(|| format!("slot {} samples but is not bound", row.slot.0))?);
                 let draw = self.sample_tokens.len();
                 self.draws[idx] = Some(draw);
+                self.masks.extend(row.mask.iter().map(|mask| (draw, mask.clone())));
                 self.sample_tokens.push(last);
             }
         }

@@ -92,6 +92,8 @@ pub(crate) struct CudaRank {
     copies: Stream,
     launches: u64,
     pending: VecDeque<Pending>,
+    /// The last step, if its draw waits for grammar masks.
+    undrawn: Option<Batch>,
 }
 
 impl CudaRank {
@@ -136,6 +138,7 @@ impl CudaRank {
             copies: stream.device().stream()?,
             launches: 0,
             pending: VecDeque::new(),
+            undrawn: None,
             model: RankModel {
                 angles: angle_table(&stream, config, max_context)?,
                 config: config.clone(),
@@ -241,10 +244,25 @@ impl CudaRank {
         Ok(published)
     }
 
-    /// Draws from the logits of a batch.
-    fn draw(&mut self, batch: &Batch) -> Result<(), EngineError> {
+    /// Draws from the logits of a batch, once its masks are there. Draws whose mask failed yield nothing.
+    fn draw(&mut self, mut batch: Batch) -> Result<(), EngineError> {
         let pending = self.pending.back_mut().expect("a step is drawn from after it was launched");
         let stream = &self.gpu.stream;
+        for (draw, mask) in &batch.masks {
+            match mask.wait() {
+                Ok(mask) => {
+                    self.sampler.set_mask(stream, *draw, mask)?;
+                    batch.sample_rows[*draw].mask_row = *draw as i32;
+                }
+                // The sequence ends; a step that is planned already finds some token.
+                Err(_) => {
+                    for row in pending.rows.iter_mut().filter(|row| row.draw == Some(*draw)) {
+                        row.draw = None;
+                        self.last_tokens[row.slot.0 as usize] = LastToken::Known(0);
+                    }
+                }
+            }
+        }
         let rows = batch.sample_rows.len();
         self.inputs.upload_rows(stream, &batch.sample_rows)?;
         let logits = self.acts.logits.slice(..rows * self.limits.vocab_size);
@@ -252,6 +270,11 @@ impl CudaRank {
         let reports = pending.rows.iter().any(|row| row.logprobs.is_some());
         pending.drawing = Some(self.sampler.fetch(stream, reports)?);
         Ok(())
+    }
+
+    /// Draws for a step that waited for its masks.
+    fn draw_late(&mut self) -> Result<(), EngineError> {
+        self.undrawn.take().map_or(Ok(()), |batch| self.draw(batch))
     }
 
     /// Hands layers to the listener as they complete. Waits for the step's last layer: pages that later steps free and
@@ -283,7 +306,10 @@ impl CudaRank {
 }
 
 impl Engine for CudaRank {
+    /// Enqueues the step. With masked rows it draws no sooner than the step is collected or another one launched: the
+    /// masks may depend on tokens of the step before, which can be collected meanwhile.
     fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
+        self.draw_late()?;
         self.apply(plan)?;
         let launch = self.launches;
         self.launches += 1;
@@ -306,12 +332,15 @@ impl Engine for CudaRank {
             if !is_plain {
                 self.forward(&batch, batch.max_context).logits(&batch.sample_tokens)?;
             }
-            self.draw(&batch)?;
+            if batch.masks.is_empty() { self.draw(batch)? } else { self.undrawn = Some(batch) }
         }
         self.publish(plan, published)
     }
 
     fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        if self.pending.len() == 1 {
+            self.draw_late()?;
+        }
         let reason = || EngineError::Setup("collect without a launched step".into());
         let Pending { step, launch, rows, drawing } = self.pending.pop_front().ok_or_else(reason)?;
         let draws = drawing.map(Drawing::wait).transpose()?;

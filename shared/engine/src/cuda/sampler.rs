@@ -6,7 +6,7 @@ use std::sync::Arc;
 use device::{DeviceBuffer, Landing, PinnedBuffer, Stream, View};
 use kernels::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
 use scheduler::plan::SlotBinding;
-use types::{SampledToken, Sampling, TokenId, TokenLogprob};
+use types::{SampledToken, Sampling, TokenId, TokenLogprob, TokenMask};
 
 use super::pinned_ring::PinnedRing;
 use super::rank::Gpu;
@@ -33,7 +33,7 @@ pub(crate) struct DeviceSampler {
     bias_values: DeviceBuffer<f32>,
     /// Bit mask of ids that may come out.
     assigned: DeviceBuffer<u32>,
-    /// No row has a grammar mask yet.
+    /// Grammar masks of a draw's rows, `[slots, ceil(vocab / 32)]`.
     masks: DeviceBuffer<u32>,
     tokens: DeviceBuffer<i32>,
     status: DeviceBuffer<u32>,
@@ -93,7 +93,7 @@ impl DeviceSampler {
             bias_tokens: stream.zeros(slots * vocab)?,
             bias_values: stream.zeros(slots * vocab)?,
             assigned: stream.upload(&assigned)?,
-            masks: stream.zeros(1)?,
+            masks: stream.zeros(slots * vocab.div_ceil(32))?,
             tokens: stream.zeros(slots)?,
             status: stream.zeros(slots)?,
             logprobs: stream.zeros(slots)?,
@@ -172,6 +172,18 @@ impl DeviceSampler {
             bias_count: state.num_biases as i32,
             logprobs: sampling.logprobs.map_or(-1, |top| top as i32),
         })
+    }
+
+    /// Puts the grammar mask of a draw's row in its place; `SampleRow::mask_row` names it.
+    ///
+    /// # Errors
+    /// [`EngineError::Gpu`].
+    pub(crate) fn set_mask(&mut self, stream: &Stream, row: usize, mask: &TokenMask) -> Result<(), EngineError> {
+        let words = self.vocab.div_ceil(32);
+        let mut padded = vec![0; words];
+        let given = words.min(mask.words().len());
+        padded[..given].copy_from_slice(&mask.words()[..given]);
+        Ok(stream.copy_from_host(self.masks.slice_mut(row * words..(row + 1) * words), &padded)?)
     }
 
     /// Draws a token for each of `rows` from `logits`, `[rows, vocab]`.

@@ -232,6 +232,7 @@ fn a_plan_that_cannot_be_run_names_step_and_reason() {
         tokens: scheduler::plan::RowTokens::Known(vec![1]),
         output: RowOutputKind::None,
         publish_kv: false,
+        mask: None,
     };
     let plan = std::sync::Arc::new(StepPlan { step: 8, rows: vec![row], ..StepPlan::default() });
     let error = gpu.group.launch(plan).and_then(|()| gpu.group.collect()).unwrap_err().to_string();

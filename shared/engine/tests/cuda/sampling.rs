@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use engine::sampling::{Sampler, SlotSampler};
-use scheduler::plan::{RowOutputKind, SlotBinding};
-use types::{Sampling, SlotId};
+use scheduler::mask::{MaskFailure, MaskPromise};
+use scheduler::plan::{RowOutputKind, SlotBinding, StepOutput};
+use types::{Sampling, SlotId, TokenId, TokenMask};
 
-use crate::driver::Row;
+use crate::driver::{Row, greedy};
 use crate::{gpu_is_here, nano, options, prompt};
 
 /// One slot yields logits while another, with the same tokens in the same step, samples from them.
@@ -35,7 +36,7 @@ fn compare(name: &str, sampling: Sampling) {
             let rows = vec![Row::new(0, &next, RowOutputKind::LastLogits), Row::new(1, &next, RowOutputKind::Sample)];
             let mut output = gpu.step(rows);
             let got = output.rows[1].sampled.take().expect("the row samples");
-            let want = sampler.sample(&mut slot, &mut output.rows[0].logits);
+            let want = sampler.sample(&mut slot, &mut output.rows[0].logits, None);
             if got.token == want.token {
                 equal += 1;
             } else {
@@ -93,4 +94,44 @@ fn penalties_and_biases() {
         ..Sampling::default()
     };
     compare("penalties", penalties);
+}
+
+/// Two steps in flight: the mask of the second comes when the first has been collected, and that of the third when it is
+/// launched already.
+#[test]
+fn masks_of_a_step_ahead_may_depend_on_the_step_before() {
+    if !gpu_is_here() {
+        return;
+    }
+    let mut gpu = nano(options(), None);
+    gpu.bind(0, &[1, 2, 3], greedy());
+    gpu.bind(1, &[4, 5], greedy());
+    let [first, second, third] = [(); 3].map(|()| MaskPromise::new());
+    let only = |token: TokenId| {
+        let word = |idx| if idx == token / 32 { 1 << (token % 32) } else { 0 };
+        Ok(TokenMask::from_words((0..64).map(word).collect()))
+    };
+    let token = |output: &StepOutput, row: usize| output.rows[row].sampled.as_ref().map(|sampled| sampled.token);
+    let prompts =
+        [Row::new(0, &[1, 2, 3], RowOutputKind::Sample).masked(&first), Row::new(1, &[4, 5], RowOutputKind::Sample)];
+    gpu.launch(prompts.into());
+    gpu.launch(vec![Row::decode(0).masked(&second), Row::decode(1)]);
+    first.settle(only(77));
+    let output = gpu.group.collect().unwrap();
+    assert_eq!(token(&output, 0), Some(77));
+    let free = token(&output, 1);
+    gpu.launch(vec![Row::decode(0).masked(&third), Row::decode(1)]);
+    second.settle(only(2047));
+    let output = gpu.group.collect().unwrap();
+    assert_eq!(token(&output, 0), Some(2047));
+    third.settle(Err(MaskFailure::Grammar("no way on".into())));
+    let output = gpu.group.collect().unwrap();
+    assert_eq!(token(&output, 0), None, "never a token that the grammar might forbid");
+    assert!(token(&output, 1).is_some(), "other rows go on");
+    for _ in 0..3 {
+        assert!(token(&gpu.step(vec![Row::decode(0), Row::decode(1)]), 1).is_some());
+    }
+    // The masks of row 0 did not touch row 1.
+    gpu.bind(2, &[4, 5], greedy());
+    assert_eq!(token(&gpu.step(vec![Row::new(2, &[4, 5], RowOutputKind::Sample)]), 0), free);
 }

@@ -10,6 +10,7 @@ pub mod cuda;
 pub mod fault;
 pub mod group;
 mod kv_slice;
+pub mod roofline;
 pub mod sampling;
 mod simd;
 mod vector;

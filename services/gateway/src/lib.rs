@@ -17,6 +17,7 @@ pub mod caller;
 pub mod chat;
 pub mod completions;
 pub mod config;
+pub mod constraint;
 mod delivery;
 pub mod error;
 mod grpc;

@@ -1,8 +1,8 @@
 //! Log-probabilities as Chat Completions reports them.
 
-use vocabulary::Vocabulary;
 use serde::Serialize;
 use types::{SampledToken, TokenId};
+use vocabulary::Vocabulary;
 
 /// `logprobs` of a choice: its content's tokens.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use constraint::Compiler;
 use format::chat::ChatFormat;
 use format::harmony::Harmony;
 use model::{CheckpointError, ModelConfig, ModelIdentity};
@@ -17,6 +18,8 @@ pub struct ServedModel {
     pub fingerprint: ModelFingerprint,
     /// How conversations are written.
     pub format: Arc<dyn ChatFormat>,
+    /// Checks the grammars of answers.
+    pub compiler: Arc<Compiler>,
 }
 
 /// Why a model cannot be spoken for.
@@ -75,9 +78,10 @@ impl ServedModel {
     }
 
     fn new(fingerprint: ModelFingerprint, vocabulary: Arc<Vocabulary>) -> Result<Self, ServedModelError> {
+        let compiler = Arc::new(Compiler::new(Arc::clone(&vocabulary)));
         let format = Harmony::new(vocabulary)
             .map_err(|cause| ServedModelError::Format { model: fingerprint.model.clone(), cause })?;
-        Ok(Self { fingerprint, format: Arc::new(format) })
+        Ok(Self { fingerprint, format: Arc::new(format), compiler })
     }
 
     /// The model's public name.

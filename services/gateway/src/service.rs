@@ -9,7 +9,7 @@ use format::chat::{ChatStream, Conversation, Prompt, TurnContext};
 use futures_util::future::try_join_all;
 use tokio::sync::Semaphore;
 use tonic::metadata::MetadataMap;
-use types::{GenerateRequest, RequestId, Sampling, TokenId};
+use types::{Constraint, GenerateRequest, RequestId, Sampling, TokenId};
 
 use crate::answers::{Answers, Slot};
 use crate::auth::Keys;
@@ -18,10 +18,11 @@ use crate::caller::Caller;
 use crate::chat::ResponseHead;
 use crate::completions::PlainParser;
 use crate::config::Config;
+use crate::constraint::{SchemaParams, Unchecked, check_tool_choice};
 use crate::error::ApiError;
 use crate::ids::ResponseKey;
 use crate::metrics::GatewayMetrics;
-use crate::plan::{ChatPlan, LoweringContext, PromptDefaults, refuse_constraints};
+use crate::plan::{ChatPlan, LoweringContext, PromptDefaults};
 use crate::router_link::RouterLink;
 use crate::served_model::ServedModel;
 use crate::store::KeptResponses;
@@ -42,6 +43,8 @@ pub(crate) struct Job {
     /// `None`: as many as the context holds.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) stop: Vec<String>,
+    /// What the answers must look like.
+    pub(crate) constraint: Option<Unchecked>,
     pub(crate) reader: Reader,
     /// The request's own time limit, if it has one.
     pub(crate) timeout: Option<Duration>,
@@ -56,6 +59,13 @@ pub(crate) struct Call {
     pub(crate) id: RequestId,
     /// The client's trace context.
     pub(crate) trace: MetadataMap,
+}
+
+/// A conversation as the model gets it, and what its turn must look like.
+#[derive(Debug)]
+pub(crate) struct Rendered {
+    pub(crate) prompt: Prompt,
+    pub(crate) constraint: Option<Unchecked>,
 }
 
 /// How generated tokens are read.
@@ -152,16 +162,28 @@ impl Service {
         ResponseHead { key: ResponseKey::draw(), created: unix_secs(), model: self.model.name().to_owned() }
     }
 
-    /// Writes the prompt of a chat. `format_param` is the field that asks for a format of the answer, for errors.
-    pub(crate) fn render(&self, conversation: &Conversation, format_param: &str) -> Result<Prompt, ApiError> {
-        refuse_constraints(conversation, format_param)?;
-        self.model.format.render(conversation).map_err(|error| ApiError::invalid(error.field(), error.to_string()))
+    /// Writes the prompt of a chat and the grammar of its answer. `params` are the names of the request's fields, for errors.
+    pub(crate) fn render(&self, conversation: &Conversation, params: SchemaParams) -> Result<Rendered, ApiError> {
+        check_tool_choice(conversation, params)?;
+        let format = &self.model.format;
+        let prompt =
+            format.render(conversation).map_err(|error| ApiError::invalid(error.field(), error.to_string()))?;
+        let constraint = format.constraint(conversation).map(|turn| Unchecked::new(turn, params));
+        Ok(Rendered { prompt, constraint })
+    }
+
+    /// Compiles the grammar of an answer, on a thread for blocking work.
+    async fn check(&self, constraint: Option<Unchecked>) -> Result<Option<Constraint>, ApiError> {
+        let Some(constraint) = constraint else { return Ok(None) };
+        let compiler = Arc::clone(&self.model.compiler);
+        off_runtime(move || constraint.check(&compiler).map(Some)).await
     }
 
     /// Starts the generations of `job`; returns once all have been admitted.
-    pub(crate) async fn answer(&self, call: &Call, job: Job, slot: Slot) -> Result<Answers, ApiError> {
+    pub(crate) async fn answer(&self, call: &Call, mut job: Job, slot: Slot) -> Result<Answers, ApiError> {
         let info = self.router.info()?;
-        let requests = self.requests(&call.id, &job, info.max_context_tokens)?;
+        let constraint = self.check(job.constraint.take()).await?;
+        let requests = self.requests(&call.id, &job, constraint.as_ref(), info.max_context_tokens)?;
         let prompt_tokens = job.prompts.iter().map(Vec::len).sum::<usize>() as u32;
         slot.caller().spend_prompt(Instant::now(), prompt_tokens, job.prompt_param)?;
         let generations =
@@ -188,7 +210,13 @@ impl Service {
     }
 
     /// One request to the router an answer, all of them valid.
-    fn requests(&self, id: &RequestId, job: &Job, max_context_tokens: u32) -> Result<Vec<GenerateRequest>, ApiError> {
+    fn requests(
+        &self,
+        id: &RequestId,
+        job: &Job,
+        constraint: Option<&Constraint>,
+        max_context_tokens: u32,
+    ) -> Result<Vec<GenerateRequest>, ApiError> {
         let stop_token_ids = match job.reader {
             Reader::Chat(_) => self.model.format.stop_token_ids().to_vec(),
             Reader::Plain => Vec::new(),
@@ -209,6 +237,7 @@ impl Service {
                     sampling: Sampling { choice, ..job.sampling.clone() },
                     stop_token_ids: stop_token_ids.clone(),
                     max_tokens: job.max_tokens.map_or(room, |max_tokens| max_tokens.min(room)),
+                    constraint: constraint.cloned(),
                     timeout,
                 };
                 request.validate(self.model.fingerprint.vocab_size, max_context_tokens).map_err(|error| {
@@ -248,8 +277,10 @@ impl Call {
 
 impl Job {
     /// A chat's answers.
-    pub(crate) fn chat(plan: ChatPlan, prompt: Prompt, prompt_param: &'static str) -> Self {
+    pub(crate) fn chat(plan: ChatPlan, rendered: Rendered, prompt_param: &'static str) -> Self {
+        let Rendered { prompt, constraint } = rendered;
         Self {
+            constraint,
             prompts: vec![prompt.tokens],
             choices_per_prompt: plan.num_choices,
             sampling: plan.sampling,
@@ -270,6 +301,12 @@ pub(crate) async fn offload<T: Send + 'static>(
     if bytes <= INLINE_BYTES_MAX {
         return work();
     }
+    off_runtime(work).await
+}
+
+async fn off_runtime<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|panic| {
         tracing::error!(%panic, "preparing a request failed");
         Err(ApiError::Internal { message: "the request could not be prepared".into() })

@@ -2,8 +2,8 @@ use std::sync::Arc;
 
 use format::chat::{Answer, ChatFinish, ChatFormat, ChatStream, Delta, TurnContext};
 use format::harmony::Harmony;
-use vocabulary::Vocabulary;
 use types::{FinishReason, SampledToken};
+use vocabulary::Vocabulary;
 
 use super::{Flow, Piece, Turn, TurnEnd};
 

@@ -289,3 +289,19 @@ async fn text_never_becomes_a_control_token_wherever_it_stands() {
     assert!(frames[0].len() > 20, "the prompt has frames");
     assert_eq!(frames[0], frames[1]);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_an_answer_must_be_goes_to_the_router_as_a_grammar() {
+    let fleet = answering(ANSWER).await;
+    let schema = json!({ "name": "n", "strict": true, "schema": { "type": "object", "properties": { "sum": { "type": "integer" } } } });
+    let format = json!({ "type": "json_schema", "json_schema": schema });
+    assert_eq!(fleet.chat(json!({ "response_format": format, "n": 2 })).await.status(), 200);
+    assert_eq!(fleet.chat(json!({ "n": 1 })).await.status(), 200);
+    let received = fleet.received.lock().unwrap();
+    let grammars: Vec<_> =
+        received.iter().map(|request| request.constraint.as_ref().map(|grammar| &grammar.lark)).collect();
+    let end = fleet.model.vocabulary().special("<|return|>").unwrap();
+    assert!(grammars[0].is_some_and(|lark| lark.contains(r#""sum""#) && lark.contains(&format!("<[{end}]>"))));
+    assert_eq!(grammars[0], grammars[1], "both answers must be so");
+    assert_eq!(grammars[2], None);
+}

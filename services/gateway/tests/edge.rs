@@ -44,9 +44,10 @@ async fn every_refusal_has_openais_shape() {
     error(fleet.get("/v1/models/gpt-4").await, 404, "model_not_found").await;
     error(fleet.chat(json!({ "messages": [] })).await, 400, "invalid_value").await;
     error(fleet.chat(json!({ "tool_choice": "required" })).await, 400, "invalid_value").await;
-    let tools = json!([{ "type": "function", "function": { "name": "f" } }]);
-    error(fleet.chat(json!({ "tool_choice": "required", "tools": tools })).await, 400, "unsupported_value").await;
-    error(fleet.chat(json!({ "response_format": { "type": "json_object" } })).await, 400, "unsupported_value").await;
+    let schema = json!({ "name": "s", "strict": true, "schema": { "type": "array", "uniqueItems": true } });
+    let unique = json!({ "response_format": { "type": "json_schema", "json_schema": schema } });
+    let refusal = error(fleet.chat(unique).await, 400, "invalid_json_schema").await;
+    assert_eq!(refusal["error"]["param"], "response_format.json_schema.schema");
     error(fleet.chat(json!({ "padding": "x".repeat(5000) })).await, 413, "request_too_large").await;
     let post = |body: &'static str| fleet.client.post(format!("{}/v1/responses", fleet.http)).body(body).send();
     error(post("{").await.unwrap(), 400, "invalid_json").await;

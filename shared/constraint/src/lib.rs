@@ -1,10 +1,10 @@
 //! Grammars over tokens: which tokens may come next.
 //!
-//! Knows: vocabularies, and grammars in llguidance's variant of the Lark notation. Must not know: what a grammar is for (channels, tools and schemas
-//! are the chat format's), requests, engines, threads.
+//! Knows: vocabularies, and grammars in llguidance's variant of the Lark notation. Must not know: what a grammar is for
+//! (channels, tools and schemas are the chat format's), requests, engines, threads.
 //!
-//! Start with [`Compiler`], one a vocabulary; [`Compiler::compile`] makes a [`Matcher`], one a sequence, which says the mask for the next
-//! token and is told each token that came.
+//! Start with [`Compiler`], one a vocabulary; [`Compiler::compile`] makes a [`Matcher`], one a sequence, which says the mask
+//! for the next token and is told each token that came.
 
 mod matcher;
 mod trie;

@@ -1,7 +1,8 @@
 //! Who follows the grammars of constrained sequences: named OS threads beside the step loop.
 //!
-//! The step loop gives orders and never waits for an answer: a mask is awaited by the engine, just before it samples, while its forward pass has
-//! been running. All orders of one sequence go to one thread, in order; what one thread does with them is the synchronous [`Desk::take`].
+//! The step loop gives orders and never waits for an answer: a mask is awaited by the engine, just before it samples, when
+//! its forward pass is behind it. All orders of one sequence go to one thread, in order; what one thread does with them is the
+//! synchronous [`Desk::take`].
 
 use std::collections::{HashMap, VecDeque};
 use std::io;

@@ -2,8 +2,8 @@
 //! pieces.
 
 use format::chat::{Answer, ChatFinish, Delta};
-use vocabulary::Vocabulary;
 use serde::Serialize;
+use vocabulary::Vocabulary;
 
 use crate::ids::ResponseKey;
 use crate::logprobs::{ChoiceLogprobs, TokenLogprobs};

@@ -1,7 +1,7 @@
 use format::chat::{CallDelta, ChatFinish, Delta, TextDelta};
-use vocabulary::Vocabulary;
 use serde_json::{Value, json};
 use types::{SampledToken, Sampling, TokenLogprob};
+use vocabulary::Vocabulary;
 
 use super::{ChatCompletion, ChatRequest, ChunkWriter, FoldedChoice, ResponseHead, lower};
 use crate::error::ApiError;

@@ -8,10 +8,10 @@ pub use response::{CompletionWriter, FoldedCompletion, TextCompletion};
 
 use std::collections::BTreeMap;
 
-use vocabulary::Vocabulary;
 use serde::Deserialize;
 use serde_json::Value;
 use types::{Sampling, TokenId};
+use vocabulary::Vocabulary;
 
 use crate::error::ApiError;
 use crate::params::{self, SamplingFields, StopStrings, StreamOptions};

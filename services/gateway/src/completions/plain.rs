@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use format::chat::{Channel, Event, Header, Parser, Role};
-use vocabulary::{Utf8Decoder, Vocabulary};
 use types::TokenId;
+use vocabulary::{Utf8Decoder, Vocabulary};
 
 /// One answer without a channel's frame: every token's bytes, control tokens left out.
 pub struct PlainParser {

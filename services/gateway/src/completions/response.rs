@@ -1,10 +1,10 @@
 //! Pieces of a continuation as the bodies of Completions.
 
 use format::chat::{ChatFinish, Delta};
-use vocabulary::Vocabulary;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use types::SampledToken;
+use vocabulary::Vocabulary;
 
 use crate::chat::ResponseHead;
 use crate::turn::Piece;

@@ -1,7 +1,7 @@
 use format::chat::{ChatFinish, ChatStream};
-use vocabulary::Vocabulary;
 use serde_json::{Value, json};
 use types::{FinishReason, SampledToken, TokenLogprob};
+use vocabulary::Vocabulary;
 
 use super::{CompletionWriter, FoldedCompletion, PlainParser, lower};
 use crate::chat::ResponseHead;

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use format::chat::{Conversation, Message, ReasoningEffort, ResponseFormat, ToolCall, ToolChoice, ToolDefinition};
+use format::chat::{
+    Conversation, Message, ReasoningEffort, ResponseFormat, SchemaFormat, ToolCall, ToolChoice, ToolDefinition,
+};
 use types::{RequestId, Sampling};
 use wire::pb::{self, chat_message::Kind};
 
@@ -39,11 +41,8 @@ pub(super) fn lower(request: pb::ChatRequest, context: &LoweringContext) -> Resu
     let conversation = Conversation {
         messages: messages.map(|(idx, message)| self::message(idx, message)).collect::<Result<_, _>>()?,
         tools: tools.map(|(idx, tool)| self::tool(idx, tool)).collect::<Result<_, _>>()?,
-        tool_choice: match known(request.tool_choice, "tool_choice")? {
-            pb::ToolChoice::Unspecified => ToolChoice::Auto,
-            pb::ToolChoice::None => ToolChoice::None,
-        },
-        response_format: ResponseFormat::Text,
+        tool_choice: tool_choice(known(request.tool_choice, "tool_choice")?, request.required_tool)?,
+        response_format: request.response_format.map_or(Ok(ResponseFormat::Text), response_format)?,
         reasoning_effort: match known(request.reasoning_effort, "reasoning_effort")? {
             pb::ReasoningEffort::Low => ReasoningEffort::Low,
             pb::ReasoningEffort::Unspecified | pb::ReasoningEffort::Medium => ReasoningEffort::Medium,
@@ -94,7 +93,26 @@ fn tool(idx: usize, tool: pb::ToolDefinition) -> Result<ToolDefinition, ApiError
         let field = format!("tools[{idx}].parameters_json");
         ApiError::invalid(field.clone(), format!("{field} is not JSON: {error}"))
     })?;
-    Ok(ToolDefinition { name: tool.name, description: tool.description, parameters, strict: false })
+    Ok(ToolDefinition { name: tool.name, description: tool.description, parameters, strict: tool.strict })
+}
+
+fn tool_choice(choice: pb::ToolChoice, required_tool: Option<String>) -> Result<ToolChoice, ApiError> {
+    match (choice, required_tool) {
+        (pb::ToolChoice::Required, None) => Ok(ToolChoice::Required),
+        (pb::ToolChoice::Required, Some(name)) => Ok(ToolChoice::Named(name)),
+        (_, Some(_)) => Err(ApiError::invalid("required_tool", "required_tool needs TOOL_CHOICE_REQUIRED")),
+        (pb::ToolChoice::Unspecified, None) => Ok(ToolChoice::Auto),
+        (pb::ToolChoice::None, None) => Ok(ToolChoice::None),
+    }
+}
+
+fn response_format(format: pb::ResponseFormat) -> Result<ResponseFormat, ApiError> {
+    let pb::ResponseFormat { json_schema, name, description, strict } = format;
+    let Some(schema) = json_schema else { return Ok(ResponseFormat::JsonObject) };
+    let field = "response_format.json_schema";
+    let schema = serde_json::from_str(&schema)
+        .map_err(|error| ApiError::invalid(field, format!("{field} is not JSON: {error}")))?;
+    Ok(ResponseFormat::JsonSchema(SchemaFormat { name, description, schema, strict }))
 }
 
 /// Goes by the fields of the JSON APIs, so that defaults and ranges are the same.
@@ -150,10 +168,33 @@ mod tests {
     }
 
     #[test]
+    fn constraints_are_those_of_the_json_apis() {
+        let schema = pb::ResponseFormat {
+            json_schema: Some(r#"{"type":"null"}"#.into()),
+            name: "nothing".into(),
+            description: None,
+            strict: true,
+        };
+        let named = pb::ChatRequest {
+            tool_choice: pb::ToolChoice::Required.into(),
+            required_tool: Some("f".into()),
+            response_format: Some(schema),
+            ..asking("hi")
+        };
+        let conversation = lowered(named).unwrap().plan.conversation;
+        assert_eq!(conversation.tool_choice, ToolChoice::Named("f".into()));
+        let ResponseFormat::JsonSchema(format) = conversation.response_format else { panic!("a schema was given") };
+        assert_eq!((format.schema, format.strict), (serde_json::json!({"type": "null"}), true));
+        let any = pb::ChatRequest { response_format: Some(pb::ResponseFormat::default()), ..asking("hi") };
+        assert_eq!(lowered(any).unwrap().plan.conversation.response_format, ResponseFormat::JsonObject);
+    }
+
+    #[test]
     fn refusals_name_the_field() {
         let zero = prost_types::Duration { seconds: 0, nanos: 0 };
         let sampling = |sampling| pb::ChatRequest { sampling: Some(sampling), ..asking("hi") };
         let tool = pb::ToolDefinition { parameters_json: Some("{".into()), ..pb::ToolDefinition::default() };
+        let broken = pb::ResponseFormat { json_schema: Some("{".into()), ..pb::ResponseFormat::default() };
         let cases = [
             (pb::ChatRequest::default(), "messages"),
             (pb::ChatRequest { messages: vec![pb::ChatMessage { kind: None }], ..asking("") }, "messages[0].kind"),
@@ -163,6 +204,8 @@ mod tests {
             (pb::ChatRequest { timeout: Some(zero), ..asking("hi") }, "timeout"),
             (pb::ChatRequest { stop: vec![String::new()], ..asking("hi") }, "stop"),
             (pb::ChatRequest { tools: vec![tool], ..asking("hi") }, "tools[0].parameters_json"),
+            (pb::ChatRequest { required_tool: Some("f".into()), ..asking("hi") }, "required_tool"),
+            (pb::ChatRequest { response_format: Some(broken), ..asking("hi") }, "response_format.json_schema"),
             (sampling(pb::Sampling { choice: 1, ..pb::Sampling::default() }), "sampling.choice"),
             (sampling(pb::Sampling { logprobs: Some(1), ..pb::Sampling::default() }), "sampling.logprobs"),
             (sampling(pb::Sampling { temperature: Some(3.0), ..pb::Sampling::default() }), "temperature"),

@@ -14,6 +14,7 @@ use wire::pb::{self, gateway_server::Gateway};
 use super::lower::{self, ChatCall};
 use crate::answers::{Answers, Update};
 use crate::chat::ResponseHead;
+use crate::constraint::SchemaParams;
 use crate::delivery::deliver;
 use crate::error::ApiError;
 use crate::ids::ResponseKey;
@@ -45,7 +46,7 @@ impl ChatServer {
         let (ChatCall { id, plan, timeout, .. }, prompt) = offload(bytes, move || {
             let call = lower::lower(request, &preparing.lowering_context())?;
             preparing.check_model(call.model.as_deref())?;
-            let prompt = preparing.render(&call.plan.conversation, "response_format")?;
+            let prompt = preparing.render(&call.plan.conversation, SchemaParams::GRPC)?;
             Ok((call, prompt))
         })
         .await?;

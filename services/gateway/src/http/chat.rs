@@ -15,6 +15,7 @@ use super::{body, sse};
 use crate::answers::{Answers, Update};
 use crate::caller::Caller;
 use crate::chat::{self, ChatCompletion, ChunkWriter, FoldedChoice, ResponseHead};
+use crate::constraint::SchemaParams;
 use crate::error::ApiError;
 use crate::service::{Call, Job, Service, offload};
 
@@ -31,7 +32,7 @@ pub(super) async fn create(
     let (request, prompt) = offload(bytes.len(), move || {
         let request = chat::lower(&body::parse(&bytes)?, &preparing.lowering_context())?;
         preparing.check_model(request.model.as_deref())?;
-        let prompt = preparing.render(&request.plan.conversation, "response_format")?;
+        let prompt = preparing.render(&request.plan.conversation, SchemaParams::CHAT)?;
         Ok((request, prompt))
     })
     .await?;

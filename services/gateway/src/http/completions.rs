@@ -39,6 +39,7 @@ pub(super) async fn create(
     .await?;
     let with_logprobs = request.sampling.logprobs.is_some();
     let job = Job {
+        constraint: None,
         prompts: request.prompts,
         choices_per_prompt: request.num_choices,
         sampling: request.sampling,

@@ -15,6 +15,7 @@ use types::RequestId;
 use super::{body, sse};
 use crate::answers::{Answers, Update};
 use crate::caller::Caller;
+use crate::constraint::SchemaParams;
 use crate::error::ApiError;
 use crate::responses::{self, History, ResponseWriter};
 use crate::service::{Call, Job, Service, offload};
@@ -36,7 +37,7 @@ pub(super) async fn create(
     let (request, prompt) = offload(num_bytes, move || {
         let request = responses::lower(&body, history, &preparing.lowering_context())?;
         preparing.check_model(request.model.as_deref())?;
-        let prompt = preparing.render(&request.plan.conversation, "text.format")?;
+        let prompt = preparing.render(&request.plan.conversation, SchemaParams::RESPONSES)?;
         Ok((request, prompt))
     })
     .await?;

@@ -13,6 +13,7 @@ use types::TokenId;
 use super::body;
 use crate::caller::Caller;
 use crate::chat;
+use crate::constraint::SchemaParams;
 use crate::error::ApiError;
 use crate::params;
 use crate::service::{Service, offload};
@@ -50,7 +51,7 @@ pub(super) async fn tokenize(
             (Some(prompt), None) => service.model.vocabulary().encode(&prompt),
             (None, Some(_)) => {
                 let request = chat::lower(&body, &service.lowering_context())?;
-                service.render(&request.plan.conversation, "response_format")?.tokens
+                service.render(&request.plan.conversation, SchemaParams::CHAT)?.prompt.tokens
             }
             _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed")),
         };

@@ -1,8 +1,8 @@
 //! The grammar of a turn in Harmony.
 //!
-//! Bodies of messages are free text or follow a schema; between them the control tokens and headers are those that a model may write by
-//! the format. Reasoning is free, as long as the model likes. Both orders of a call's header are legal (channel first, as the model prefers, or
-//! recipient first), and so are the ways to name the type of a body.
+//! Bodies of messages are free text or follow a schema; between them the control tokens and headers are those that a model
+//! may write by the format. Reasoning is free, as long as the model likes. Both orders of a call's header are legal (channel
+//! first, as the model prefers, or recipient first), and so are the ways to name the type of a body.
 
 use std::fmt::Write as _;
 

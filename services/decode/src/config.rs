@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use transfer::TransferConfig;
 use types::{ParallelLayout, Role};
 use worker::config::{validate_layout, validate_name};
-use worker::{Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
+use worker::{Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
 
 /// One decode worker. Defaults are those of the CPU engine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,6 +28,8 @@ pub struct Config {
     pub kv_advertise: Option<Address>,
     /// Where the weights are.
     pub model: ModelSource,
+    /// Which engine computes: `auto`, `cpu` or `cuda`.
+    pub backend: Backend,
     /// Degrees of parallelism.
     pub layout: ParallelLayout,
     /// Rounding.
@@ -70,6 +72,7 @@ impl Default for Config {
             kv_listen: Address::new("127.0.0.1", 0),
             kv_advertise: None,
             model: ModelSource::EmbeddedNano,
+            backend: Backend::Auto,
             layout: ParallelLayout { tp: 4, ep: 4, dp: 1 },
             numerics: NumericsConfig::default(),
             page_tokens: 16,
@@ -116,7 +119,8 @@ pub(crate) struct Sizes {
 
 impl Config {
     pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
-        let model = model.checkpoint().config();
+        let open = model;
+        let model = open.checkpoint().config();
         if self.max_context_tokens as usize > model.max_context_tokens {
             let (ours, most) = (self.max_context_tokens, model.max_context_tokens);
             return Err(WorkerError::Config(format!("max_context_tokens is {ours}, the model has {most}")));
@@ -131,14 +135,14 @@ impl Config {
             full_pages: self.full_pages.unwrap_or(longest.max(self.max_sequences.saturating_mul(longest) / 4)),
             window_pages: 0,
             ticket_ttl: Duration::from_millis(self.ticket_ttl_ms.into()),
-            // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
             lookahead: false,
             remembered_tickets: 4 * self.max_sequences + 1_024,
         };
         let window_pages = scheduler.window_pages_per_sequence(shape).saturating_mul(self.max_sequences);
         scheduler.window_pages = self.window_pages.unwrap_or(window_pages);
-        let engine = EngineConfig {
+        let mut engine = EngineConfig {
             role: Role::Decode,
+            backend: self.backend,
             layout: self.layout,
             numerics: self.numerics,
             page_tokens: self.page_tokens,
@@ -146,7 +150,11 @@ impl Config {
             window_pages: scheduler.window_pages,
             max_slots: self.max_sequences,
             max_step_tokens: self.max_sequences * scheduler.max_row_tokens,
+            max_context_tokens: self.max_context_tokens,
         };
+        engine.backend = open.choose_backend(self.backend, &engine)?;
+        // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
+        scheduler.lookahead = engine.backend == Backend::Cuda;
         Ok(Sizes { engine, scheduler })
     }
 }

@@ -78,6 +78,9 @@ impl ServedModel {
     }
 
     fn new(fingerprint: ModelFingerprint, vocabulary: Arc<Vocabulary>) -> Result<Self, ServedModelError> {
+        vocabulary
+            .check_fits(fingerprint.vocab_size)
+            .map_err(|cause| ServedModelError::Vocabulary { model: fingerprint.model.clone(), cause })?;
         let compiler = Arc::new(Compiler::new(Arc::clone(&vocabulary)));
         let format = Harmony::new(vocabulary)
             .map_err(|cause| ServedModelError::Format { model: fingerprint.model.clone(), cause })?;

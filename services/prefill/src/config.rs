@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use transfer::TransferConfig;
 use types::{KvLayout, ParallelLayout, Role};
 use worker::config::{validate_layout, validate_name};
-use worker::{Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
+use worker::{Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
 
 /// One prefill worker. Defaults are those of the CPU engine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -22,6 +22,8 @@ pub struct Config {
     pub admin_listen: Address,
     /// Where the weights are.
     pub model: ModelSource,
+    /// Which engine computes: `auto`, `cpu` or `cuda`.
+    pub backend: Backend,
     /// Degrees of parallelism.
     pub layout: ParallelLayout,
     /// Rounding.
@@ -58,6 +60,7 @@ impl Default for Config {
             listen: Address::new("127.0.0.1", 9100),
             admin_listen: Address::new("127.0.0.1", 9101),
             model: ModelSource::EmbeddedNano,
+            backend: Backend::Auto,
             layout: ParallelLayout::tp(2),
             numerics: NumericsConfig::default(),
             page_tokens: 16,
@@ -101,7 +104,8 @@ pub(crate) struct Sizes {
 
 impl Config {
     pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
-        let model = model.checkpoint().config();
+        let open = model;
+        let model = open.checkpoint().config();
         if self.max_context_tokens as usize > model.max_context_tokens {
             let (ours, most) = (self.max_context_tokens, model.max_context_tokens);
             return Err(WorkerError::Config(format!("max_context_tokens is {ours}, the model has {most}")));
@@ -115,14 +119,14 @@ impl Config {
             chunk_tokens: self.chunk_tokens,
             full_pages: self.full_pages.unwrap_or(2 * longest),
             window_pages: 0,
-            // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
             lookahead: false,
             remembered_tickets: 4 * self.max_queued + 1_024,
         };
         let window_pages = scheduler.window_pages_per_prompt(shape, self.max_context_tokens) * self.max_prompts;
         scheduler.window_pages = self.window_pages.unwrap_or(window_pages);
-        let engine = EngineConfig {
+        let mut engine = EngineConfig {
             role: Role::Prefill,
+            backend: self.backend,
             layout: self.layout,
             numerics: self.numerics,
             page_tokens: self.page_tokens,
@@ -130,7 +134,11 @@ impl Config {
             window_pages: scheduler.window_pages,
             max_slots: self.max_prompts,
             max_step_tokens: self.chunk_tokens,
+            max_context_tokens: self.max_context_tokens,
         };
+        engine.backend = open.choose_backend(self.backend, &engine)?;
+        // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
+        scheduler.lookahead = engine.backend == Backend::Cuda;
         Ok(Sizes { engine, scheduler })
     }
 

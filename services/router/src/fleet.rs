@@ -15,12 +15,12 @@ pub struct ModelKey {
     /// Model and vocabulary.
     pub fingerprint: ModelFingerprint,
     /// Configuration and weights.
-    pub weights_sha256: String,
+    pub weights_fingerprint: String,
 }
 
 impl fmt::Display for ModelKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, weights {:.12}", self.fingerprint, self.weights_sha256)
+        write!(f, "{}, weights {:.12}", self.fingerprint, self.weights_fingerprint)
     }
 }
 
@@ -179,7 +179,7 @@ impl<L: Clone> Fleet<L> {
         let description = &report.description;
         let model = ModelKey {
             fingerprint: description.fingerprint.clone(),
-            weights_sha256: description.weights_sha256.clone(),
+            weights_fingerprint: description.weights_fingerprint.clone(),
         };
         tracing::info!(
             worker = %description.peer, role = %description.role, %address, %model, layout = %description.parallel,
@@ -336,8 +336,11 @@ fn mismatch<L>(prefill: &Worker<L>, decode: &Worker<L>) -> Option<String> {
     if p.fingerprint != d.fingerprint {
         return Some(format!("fingerprint: {} and {}", p.fingerprint, d.fingerprint));
     }
-    if p.weights_sha256 != d.weights_sha256 {
-        return Some(format!("weights_sha256: {} and {}", p.weights_sha256, d.weights_sha256));
+    if p.weights_fingerprint != d.weights_fingerprint {
+        return Some(format!("weights_fingerprint: {} and {}", p.weights_fingerprint, d.weights_fingerprint));
+    }
+    if p.numerics != d.numerics {
+        return Some(format!("numerics: {} and {}", p.numerics, d.numerics));
     }
     let layouts = p.kv_layout.check_peer(&d.kv_layout).err()?;
     Some(format!("kv_layout.{}: {} and {}", layouts.field, layouts.ours, layouts.theirs))

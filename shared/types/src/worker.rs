@@ -15,8 +15,10 @@ pub struct WorkerDescription {
     pub role: Role,
     /// Model and vocabulary.
     pub fingerprint: ModelFingerprint,
-    /// SHA-256 over config.json and the weight files' headers, lower-case hexadecimal: other weights, other tokens.
-    pub weights_sha256: String,
+    /// SHA-256 over the parsed config and each tensor's name, dtype, shape and ends, lower-case hexadecimal: other weights, other tokens.
+    pub weights_fingerprint: String,
+    /// How it rounds, such as `compute f32, routing bf16`: workers that round differently may sample different tokens.
+    pub numerics: String,
     /// How its KV cache lies in memory.
     pub kv_layout: KvLayout,
     /// How the model is spread over its ranks.

@@ -50,6 +50,16 @@ pub enum VocabularyError {
         /// What is wrong.
         reason: String,
     },
+    /// The vocabulary is another model's, or a model without a tokenizer.json is none of those whose vocabulary is built in.
+    #[error(
+        "the vocabulary has {size} tokens, the model has rows for {rows}: tokenizer.json is missing or another model's"
+    )]
+    TooLarge {
+        /// Tokens of the vocabulary.
+        size: u32,
+        /// Rows of the model's embedding.
+        rows: u32,
+    },
     /// A feature of tokenizers that byte-level BPE in the manner of o200k does not have.
     #[error("tokenizer.json: {field} is {found}, only {supported} is supported")]
     Unsupported {
@@ -99,6 +109,15 @@ impl Vocabulary {
     pub fn size(&self) -> u32 {
         let ordinary = self.pairs.num_tokens() as u32;
         self.special_names.last_key_value().map_or(ordinary, |(id, _)| ordinary.max(id + 1))
+    }
+
+    /// Checks that a model with `rows` rows in its embedding has one for every token.
+    ///
+    /// # Errors
+    /// [`VocabularyError::TooLarge`]: this is another model's vocabulary.
+    pub fn check_fits(&self, rows: u32) -> Result<(), VocabularyError> {
+        let size = self.size();
+        if size <= rows { Ok(()) } else { Err(VocabularyError::TooLarge { size, rows }) }
     }
 
     /// SHA-256 of the tokenizer.json, or of the built-in token table; lower-case hexadecimal. Equal fingerprints mean equal tokens.
@@ -162,5 +181,21 @@ impl std::fmt::Debug for Vocabulary {
             .field("size", &self.size())
             .field("fingerprint", &self.fingerprint)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vocabulary_larger_than_the_model_is_refused() {
+        let json = include_bytes!("../../model/gpt-oss-nano/tokenizer.json");
+        let vocabulary = Vocabulary::from_tokenizer_json(json).unwrap();
+        assert_eq!(vocabulary.size(), 2037);
+        vocabulary.check_fits(2048).unwrap();
+        vocabulary.check_fits(2037).unwrap();
+        let refused = vocabulary.check_fits(2036).unwrap_err().to_string();
+        assert!(refused.contains("has 2037 tokens, the model has rows for 2036"), "{refused}");
     }
 }

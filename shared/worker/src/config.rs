@@ -9,6 +9,8 @@ use engine::cpu::{Numerics, Precision};
 use serde::{Deserialize, Serialize};
 use types::KvDtype;
 
+use crate::backend::Backend;
+
 /// Where the weights are. Written as `embedded-nano`, or else as the path of a checkpoint directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
@@ -60,6 +62,15 @@ pub enum Rounding {
     Bf16,
 }
 
+impl Rounding {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
 impl From<Rounding> for Precision {
     fn from(rounding: Rounding) -> Self {
         match rounding {
@@ -84,6 +95,13 @@ pub struct NumericsConfig {
 impl Default for NumericsConfig {
     fn default() -> Self {
         Self { compute: Rounding::F32, routing: Rounding::F32, kv: Rounding::F32 }
+    }
+}
+
+impl fmt::Display for NumericsConfig {
+    /// What two workers compare; the cache's rounding is part of the KV layout.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "compute {}, routing {}", self.compute.name(), self.routing.name())
     }
 }
 
@@ -135,6 +153,8 @@ impl Validate for StepLoopConfig {
 pub struct EngineConfig {
     /// The role's name, for logs.
     pub role: types::Role,
+    /// Which engine to build; what [`OpenModel::choose_backend`](crate::OpenModel::choose_backend) made of the config's.
+    pub backend: Backend,
     /// Degrees of parallelism.
     pub layout: types::ParallelLayout,
     /// Rounding.
@@ -149,6 +169,8 @@ pub struct EngineConfig {
     pub max_slots: u32,
     /// Tokens that the rows of one step have together.
     pub max_step_tokens: u32,
+    /// Most positions of one sequence.
+    pub max_context_tokens: u32,
 }
 
 /// Checks degrees of parallelism without knowing the model; whether they divide its heads is checked when it is opened.

@@ -5,6 +5,7 @@
 //!
 //! Start with [`step_loop`]: the thread (or, in simulations, the task) around a synchronous `turn`.
 
+pub mod backend;
 pub mod config;
 pub mod error;
 pub mod link;
@@ -16,6 +17,7 @@ pub mod service;
 pub mod status;
 pub mod step_loop;
 
+pub use backend::Backend;
 pub use config::{EngineConfig, ModelSource, NumericsConfig, StepLoopConfig};
 pub use error::WorkerError;
 pub use link::{NetworkConnector, serve_kv};

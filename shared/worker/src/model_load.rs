@@ -7,17 +7,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use constraint::Compiler;
 use engine::KvListener;
 use engine::cpu::{self, CpuOptions, LoadProgress};
+use engine::cuda::{self, CudaOptions, Weights};
 use engine::group::EngineGroup;
 use model::Checkpoint;
 use types::{KvLayout, ModelFingerprint, TokenId};
 use vocabulary::Vocabulary;
 
+use crate::backend::Backend;
 use crate::config::{EngineConfig, ModelSource};
 use crate::error::WorkerError;
 use crate::status::{LoadingProgress, Status};
 
 /// A checkpoint whose weights have not been read.
 pub struct OpenModel {
+    is_embedded: bool,
     checkpoint: Arc<Checkpoint>,
     fingerprint: ModelFingerprint,
     vocabulary: Arc<Vocabulary>,
@@ -50,8 +53,11 @@ impl OpenModel {
             None => Vocabulary::o200k_harmony(),
         };
         let fingerprint = checkpoint.fingerprint(vocabulary.fingerprint());
+        let fits = vocabulary.check_fits(fingerprint.vocab_size);
+        fits.map_err(|error| WorkerError::Vocabulary(error.to_string()))?;
         let masked_tokens = unused_tokens(&vocabulary, fingerprint.vocab_size);
-        Ok(Self { checkpoint: Arc::new(checkpoint), fingerprint, vocabulary, masked_tokens })
+        let is_embedded = *source == ModelSource::EmbeddedNano;
+        Ok(Self { is_embedded, checkpoint: Arc::new(checkpoint), fingerprint, vocabulary, masked_tokens })
     }
 
     /// The checkpoint.
@@ -72,6 +78,14 @@ impl OpenModel {
         &self.masked_tokens
     }
 
+    /// The engine that `wanted` comes to for this model: never `Auto`. Looks for a GPU unless the answer is plain.
+    ///
+    /// # Errors
+    /// As [`Backend::choose`].
+    pub fn choose_backend(&self, wanted: Backend, config: &EngineConfig) -> Result<Backend, WorkerError> {
+        wanted.choose(config, self.is_embedded)
+    }
+
     /// How the KV cache of an engine of `config` lies in memory.
     ///
     /// # Errors
@@ -83,7 +97,11 @@ impl OpenModel {
                 "layout.tp is {tp}, it must divide the model's {kv_heads} kv heads"
             )));
         }
-        Ok(cpu::kv_layout(self.checkpoint.config(), &self.options(config)))
+        let model = self.checkpoint.config();
+        Ok(match config.backend {
+            Backend::Cuda => cuda::kv_layout(model, &self.cuda_options(config)),
+            Backend::Cpu | Backend::Auto => cpu::kv_layout(model, &self.cpu_options(config)),
+        })
     }
 
     /// Reads the weights and starts the ranks. Blocks, for minutes with a large model; `status` is told how far it has come.
@@ -97,12 +115,38 @@ impl OpenModel {
         status: &Arc<Status>,
     ) -> Result<LoadedModel, WorkerError> {
         let progress = sum_over_ranks(Arc::clone(status));
-        let engine = cpu::build_group(Arc::clone(&self.checkpoint), self.options(config), listener, progress)?;
+        let checkpoint = Arc::clone(&self.checkpoint);
+        let engine = match config.backend {
+            Backend::Cuda => {
+                let weights = Weights::Checkpoint(checkpoint);
+                cuda::build_group(weights, self.cuda_options(config), listener, progress)?
+            }
+            Backend::Cpu | Backend::Auto => {
+                cpu::build_group(checkpoint, self.cpu_options(config), listener, progress)?
+            }
+        };
+        tracing::info!(role = %config.role, backend = %config.backend, "engine is built");
         let compiler = Arc::new(Compiler::new(Arc::clone(&self.vocabulary)));
         Ok(LoadedModel { engine: Arc::new(engine), compiler })
     }
 
-    fn options(&self, config: &EngineConfig) -> CpuOptions {
+    fn cuda_options(&self, config: &EngineConfig) -> CudaOptions {
+        CudaOptions {
+            layout: config.layout,
+            routing: config.numerics.routing.into(),
+            page_tokens: config.page_tokens,
+            full_pages: config.full_pages,
+            window_pages: config.window_pages,
+            max_slots: config.max_slots,
+            max_step_tokens: config.max_step_tokens,
+            max_context_tokens: config.max_context_tokens,
+            publish_layers: None,
+            masked_tokens: self.masked_tokens.clone(),
+            first_device: 0,
+        }
+    }
+
+    fn cpu_options(&self, config: &EngineConfig) -> CpuOptions {
         CpuOptions {
             layout: config.layout,
             numerics: config.numerics.engine(),

@@ -21,7 +21,8 @@ fn report(role: Role, worker: &str, incarnation: u64) -> WorkerReport {
             peer: PeerId { worker: WorkerId(worker.into()), incarnation: Incarnation(incarnation) },
             role,
             fingerprint,
-            weights_sha256: "w".into(),
+            weights_fingerprint: "w".into(),
+            numerics: "f32".into(),
             parallel: ParallelLayout::tp(kv_layout.tp),
             kv_layout,
             max_context_tokens: 1_000,
@@ -73,7 +74,7 @@ impl Bench {
 
 fn model() -> ModelKey {
     let description = report(Role::Prefill, "p", 1).description;
-    ModelKey { fingerprint: description.fingerprint, weights_sha256: description.weights_sha256 }
+    ModelKey { fingerprint: description.fingerprint, weights_fingerprint: description.weights_fingerprint }
 }
 
 #[test]
@@ -103,9 +104,10 @@ type Change = (&'static str, fn(&mut WorkerDescription));
 
 #[test]
 fn workers_that_differ_are_never_paired() {
-    let changes: [Change; 7] = [
+    let changes: [Change; 8] = [
         ("fingerprint", |description| description.fingerprint.tokenizer_sha256 = "u".into()),
-        ("weights_sha256", |description| description.weights_sha256 = "v".into()),
+        ("weights_fingerprint", |description| description.weights_fingerprint = "v".into()),
+        ("numerics", |description| description.numerics = "bf16".into()),
         ("kv_layout.dtype", |description| description.kv_layout.dtype = KvDtype::Bf16),
         ("kv_layout.page_tokens", |description| description.kv_layout.page_tokens = 32),
         ("kv_layout.window", |description| description.kv_layout.window = 64),
@@ -205,10 +207,10 @@ fn requests_stay_with_their_weights() {
     bench.fleet.on_lost(&Address::new("d", 1), "test");
     for (role, name) in [(Role::Prefill, "p2"), (Role::Decode, "d2")] {
         let mut report = report(role, name, 1);
-        report.description.weights_sha256 = "v".into();
+        report.description.weights_fingerprint = "v".into();
         bench.says(report);
     }
-    assert_eq!(bench.fleet.served().unwrap().model.weights_sha256, "v");
+    assert_eq!(bench.fleet.served().unwrap().model.weights_fingerprint, "v");
     assert_eq!(bench.fleet.place(&old).unwrap_err(), NoPlace::NoPair);
     bench.place().unwrap();
 }
@@ -218,11 +220,11 @@ fn the_model_with_most_pairs_is_served() {
     let mut bench = Bench::pair();
     for (role, name) in [(Role::Prefill, "a"), (Role::Decode, "b"), (Role::Decode, "c")] {
         let mut report = report(role, name, 1);
-        report.description.weights_sha256 = "v".into();
+        report.description.weights_fingerprint = "v".into();
         bench.says(report);
     }
     let served = bench.fleet.served().unwrap();
-    assert_eq!((&*served.model.weights_sha256, served.ready_pairs), ("v", 2));
+    assert_eq!((&*served.model.weights_fingerprint, served.ready_pairs), ("v", 2));
 }
 
 #[test]

@@ -1,0 +1,113 @@
+//! Which engine computes: the CPU's, or that of a GPU.
+
+use std::fmt;
+
+use engine::cuda;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{EngineConfig, Rounding};
+use crate::error::WorkerError;
+
+/// Where a worker computes: `auto`, `cpu` or `cuda`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backend {
+    /// On a GPU if the model comes from a directory and nothing stands in the way; otherwise on the CPU, and the log
+    /// says why.
+    #[default]
+    Auto,
+    /// On the CPU.
+    Cpu,
+    /// On a GPU, or not at all.
+    Cuda,
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+        })
+    }
+}
+
+impl Backend {
+    /// What to build for `config`, whose own `backend` does not matter: never `Auto`. `is_embedded`: whether the model
+    /// is the one inside the binary, which `Auto` leaves on the CPU.
+    ///
+    /// # Errors
+    /// `Config`, with what stands in the way of a GPU that was asked for.
+    pub fn choose(self, config: &EngineConfig, is_embedded: bool) -> Result<Self, WorkerError> {
+        if self == Self::Cpu || (self == Self::Auto && is_embedded) {
+            return Ok(Self::Cpu);
+        }
+        match (obstacle(config), self) {
+            (None, _) => Ok(Self::Cuda),
+            (Some(reason), Self::Auto) => {
+                tracing::info!(role = %config.role, reason, "computing on the cpu");
+                Ok(Self::Cpu)
+            }
+            (Some(reason), _) => Err(WorkerError::Config(format!("backend cuda: {reason}"))),
+        }
+    }
+}
+
+/// Why a GPU cannot do what the config says.
+fn obstacle(config: &EngineConfig) -> Option<String> {
+    let numerics = config.numerics;
+    if numerics.compute != Rounding::Bf16 || numerics.kv != Rounding::Bf16 {
+        return Some("it computes in bf16, and numerics.compute and numerics.kv do not say so".into());
+    }
+    if !config.page_tokens.is_multiple_of(32) {
+        return Some(format!("page_tokens is {}, it takes multiples of 32", config.page_tokens));
+    }
+    if config.layout.ranks() != 1 {
+        return Some(format!("layout is {}, it runs on one gpu so far", config.layout));
+    }
+    cuda::available().err().map(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use types::{ParallelLayout, Role};
+
+    use super::*;
+    use crate::config::NumericsConfig;
+
+    fn config(compute: Rounding, page_tokens: u32, tp: u32) -> EngineConfig {
+        EngineConfig {
+            role: Role::Decode,
+            backend: Backend::Auto,
+            layout: ParallelLayout::tp(tp),
+            numerics: NumericsConfig { compute, routing: Rounding::Bf16, kv: Rounding::Bf16 },
+            page_tokens,
+            full_pages: 1,
+            window_pages: 1,
+            max_slots: 1,
+            max_step_tokens: 1,
+            max_context_tokens: 32,
+        }
+    }
+
+    #[test]
+    fn the_cpu_is_taken_when_asked_for_or_for_the_embedded_model() {
+        let fits = config(Rounding::Bf16, 64, 1);
+        assert_eq!(Backend::Cpu.choose(&fits, false).unwrap(), Backend::Cpu);
+        assert_eq!(Backend::Auto.choose(&fits, true).unwrap(), Backend::Cpu);
+    }
+
+    #[test]
+    fn what_a_gpu_cannot_do_is_named_or_left_to_the_cpu() {
+        let cases = [
+            (config(Rounding::F32, 64, 1), "numerics.compute"),
+            (config(Rounding::Bf16, 16, 1), "page_tokens is 16"),
+            (config(Rounding::Bf16, 64, 2), "layout is"),
+        ];
+        for (config, reason) in cases {
+            assert_eq!(Backend::Auto.choose(&config, false).unwrap(), Backend::Cpu);
+            let error = Backend::Cuda.choose(&config, false).unwrap_err().to_string();
+            assert!(error.contains("backend cuda") && error.contains(reason), "{error}");
+        }
+    }
+}

@@ -222,3 +222,31 @@ fn progress_rises_to_its_total_on_every_rank() {
         assert_eq!(last.done, last.total);
     }
 }
+
+/// gpt-oss-nano with one element of one bf16 tensor turned into NaN.
+fn nano_with_nan(tensor: &str) -> tempfile::TempDir {
+    let nano = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/gpt-oss-nano");
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "generation_config.json", "tokenizer.json"] {
+        std::fs::copy(nano.join(file), folder.path().join(file)).unwrap();
+    }
+    let mut bytes = std::fs::read(nano.join("model.safetensors")).unwrap();
+    let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let start = 8 + header + metadata.info(tensor).unwrap().data_offsets.0;
+    bytes[start..start + 2].copy_from_slice(&half::bf16::NAN.to_le_bytes());
+    std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+    folder
+}
+
+#[test]
+fn logits_that_are_no_numbers_are_never_sampled() {
+    let folder = nano_with_nan("model.norm.weight");
+    let checkpoint = Arc::new(Checkpoint::open(folder.path()).unwrap());
+    let options = options(ParallelLayout::tp(1));
+    let pages = [options.full_pages, options.window_pages];
+    let mut driver = Driver::over(build_group(checkpoint, options, None, Arc::new(|_| {})).unwrap(), pages);
+    driver.bind(3, &prompt(5), greedy());
+    driver.launch(vec![Row::new(3, &prompt(5), RowOutputKind::Sample)]);
+    let error = driver.group.collect().unwrap_err().to_string();
+    assert!(error.contains("logits of slot 3 are not numbers"), "{error}");
+}

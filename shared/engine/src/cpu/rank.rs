@@ -177,6 +177,9 @@ impl CpuRank {
                         step: plan.step,
                         reason: format!("slot {} samples but is not bound", span.slot),
                     })?;
+                    if logits.iter().any(|logit| logit.is_nan()) {
+                        return Err(EngineError::NotANumber { step: plan.step, slot: row.slot.0 });
+                    }
                     for masked in &self.masked_tokens {
                         logits[masked.start as usize..masked.end as usize].fill(f32::NEG_INFINITY);
                     }

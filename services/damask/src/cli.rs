@@ -1,6 +1,7 @@
 //! Arguments.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::Context;
 use chassis::logs::LogFormat;
@@ -22,6 +23,9 @@ pub(crate) struct Cli {
     /// Level or filter of the log, such as debug or info,router=trace; wins over RUST_LOG [default: info; chat: error].
     #[arg(long, global = true)]
     pub(crate) log_level: Option<String>,
+    /// Seconds that running requests may take to finish once draining began; what remains then is cut.
+    #[arg(long, global = true, default_value_t = 20, env = "DAMASK_DRAIN_GRACE_S")]
+    drain_grace_s: u64,
     #[command(subcommand)]
     command: Command,
 }
@@ -68,20 +72,26 @@ impl Cli {
             LogFormat::Json => "json",
         };
         let mut options = vec!["--log-format".to_owned(), format.to_owned()];
+        options.extend(["--drain-grace-s".to_owned(), self.drain_grace_s.to_string()]);
+        let grace = Duration::from_secs(self.drain_grace_s);
         if let Some(level) = &self.log_level {
             options.extend(["--log-level".to_owned(), level.clone()]);
         }
         match self.command {
-            Command::Gateway(args) => runtime()?.block_on(crate::serve::serve(Role::Gateway, &args.config)),
-            Command::Router(args) => runtime()?.block_on(crate::serve::serve(Role::Router, &args.config)),
-            Command::Prefill(args) => runtime()?.block_on(crate::serve::serve(Role::Prefill, &args.config)),
-            Command::Decode(args) => runtime()?.block_on(crate::serve::serve(Role::Decode, &args.config)),
-            Command::Up(args) => runtime()?.block_on(crate::up::up(args, options)),
-            Command::Chat(args) => runtime()?.block_on(crate::up::chat(args, options)),
+            Command::Gateway(args) => serve(Role::Gateway, &args, grace),
+            Command::Router(args) => serve(Role::Router, &args, grace),
+            Command::Prefill(args) => serve(Role::Prefill, &args, grace),
+            Command::Decode(args) => serve(Role::Decode, &args, grace),
+            Command::Up(args) => runtime()?.block_on(crate::up::up(args, options, grace)),
+            Command::Chat(args) => runtime()?.block_on(crate::up::chat(args, options, grace)),
             Command::Config(command) => command.run(),
             Command::Health(args) => runtime()?.block_on(crate::health::health(&args)),
         }
     }
+}
+
+fn serve(role: Role, args: &ServeArgs, grace: Duration) -> anyhow::Result<()> {
+    runtime()?.block_on(crate::serve::serve(role, &args.config, grace))
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {

@@ -46,10 +46,15 @@ pub fn main() -> ExitCode {
                 LogFormat::Text => drop(std::io::stderr().write_all(format!("error: {error:#}\n").as_bytes())),
                 LogFormat::Json => tracing::error!(error = format!("{error:#}"), "failed"),
             }
-            let usage = error.downcast_ref::<chassis::config::ConfigError>().is_some();
-            ExitCode::from(if usage { EXIT_USAGE as u8 } else { 1 })
+            ExitCode::from(if is_usage(&error) { EXIT_USAGE as u8 } else { 1 })
         }
     }
+}
+
+/// Whether the configuration is at fault: the file itself, or that it does not fit the model.
+fn is_usage(error: &anyhow::Error) -> bool {
+    error.is::<chassis::config::ConfigError>()
+        || error.downcast_ref().is_some_and(|error| matches!(error, worker::WorkerError::Config(_)))
 }
 
 /// Whether writing an answer failed for want of a reader.

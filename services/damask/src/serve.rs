@@ -11,9 +11,6 @@ use clap::ValueEnum;
 
 use crate::supervisor::SUPERVISED;
 
-/// How long running requests may take to finish once draining began.
-pub(crate) const GRACE: Duration = Duration::from_secs(20);
-
 /// The four services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Role {
@@ -39,40 +36,40 @@ impl Role {
     }
 }
 
-/// Runs the service until it is told to end.
+/// Runs the service until it is told to end; then running requests have `grace` to finish.
 ///
 /// # Errors
 /// A config that is refused, a port that is taken, or what ended the service.
-pub(crate) async fn serve(role: Role, file: &Path) -> anyhow::Result<()> {
+pub(crate) async fn serve(role: Role, file: &Path, grace: Duration) -> anyhow::Result<()> {
     let network: Arc<dyn Network> = Arc::new(TcpNetwork::new(Inherited::from_env()?));
     let shutdown = Shutdown::new();
     if std::env::var_os(SUPERVISED).is_some() {
-        drain_when_stdin_ends(shutdown.clone());
+        drain_when_stdin_ends(shutdown.clone(), grace);
     }
     let name = role.name();
     let orders = shutdown.clone();
     match role {
         Role::Gateway => {
-            run_with_signals(orders, GRACE, gateway::run(config::load(file, name)?, network, shutdown)).await??
+            run_with_signals(orders, grace, gateway::run(config::load(file, name)?, network, shutdown)).await??
         }
         Role::Router => {
-            run_with_signals(orders, GRACE, router::run(config::load(file, name)?, network, shutdown)).await??
+            run_with_signals(orders, grace, router::run(config::load(file, name)?, network, shutdown)).await??
         }
         Role::Prefill => {
-            run_with_signals(orders, GRACE, prefill::run(config::load(file, name)?, network, shutdown)).await??
+            run_with_signals(orders, grace, prefill::run(config::load(file, name)?, network, shutdown)).await??
         }
         Role::Decode => {
-            run_with_signals(orders, GRACE, decode::run(config::load(file, name)?, network, shutdown)).await??
+            run_with_signals(orders, grace, decode::run(config::load(file, name)?, network, shutdown)).await??
         }
     }
     Ok(())
 }
 
 /// The supervisor holds the other end: it closes it to drain this process, and its own death closes it too.
-fn drain_when_stdin_ends(shutdown: Shutdown) {
+fn drain_when_stdin_ends(shutdown: Shutdown, grace: Duration) {
     when_stdin_ends(move || {
         shutdown.begin_drain();
-        std::thread::sleep(GRACE);
+        std::thread::sleep(grace);
         shutdown.begin_stop();
     });
 }

@@ -30,6 +30,8 @@ pub(crate) struct StackOptions {
     pub(crate) decode_ep: u32,
     /// Longest context.
     pub(crate) max_context_tokens: Option<u32>,
+    /// How long each service may drain.
+    pub(crate) drain_grace: Duration,
     /// Options passed on to each service.
     pub(crate) options: Vec<String>,
     /// Whether internal ports are the documented ones where free, or any.
@@ -54,6 +56,9 @@ pub(crate) struct Addresses {
     /// Process ids, by service.
     pub(crate) pids: BTreeMap<&'static str, u32>,
 }
+
+/// A service that is not gone so long after its grace is killed.
+const KILL_AFTER_GRACE: Duration = Duration::from_secs(2);
 
 /// The order in which services drain: none before those that call it.
 const DRAIN_ORDER: [&str; 4] = ["gateway", "router", "prefill", "decode"];
@@ -84,6 +89,7 @@ impl Stack {
         let pids = Pids::default();
         let has_served = Arc::new(AtomicBool::new(false));
         let mut running = JoinSet::new();
+        let grace = options.drain_grace + KILL_AFTER_GRACE;
         let mut stops = Vec::new();
         for ((name, sockets), config) in sockets.into_iter().zip(configs) {
             let path = folder.path().join(format!("{name}.yaml"));
@@ -92,10 +98,7 @@ impl Stack {
             let service = Service { name, config: path, sockets, options: options.options.clone() };
             let (stop, stopped) = watch::channel(false);
             let (pids, has_served) = (pids.clone(), Arc::clone(&has_served));
-            running.spawn(async move {
-                let grace = crate::serve::GRACE + Duration::from_secs(2);
-                (name, supervise(service, stopped, grace, pids, has_served).await)
-            });
+            running.spawn(async move { (name, supervise(service, stopped, grace, pids, has_served).await) });
             stops.push((name, stop));
         }
         Ok(Self { addresses, pids, has_served, stops, running, _folder: folder })

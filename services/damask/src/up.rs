@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -40,7 +41,7 @@ pub(crate) struct UpArgs {
 }
 
 impl UpArgs {
-    fn stack(&self, options: Vec<String>) -> StackOptions {
+    fn stack(&self, options: Vec<String>, drain_grace: Duration) -> StackOptions {
         StackOptions {
             listen: self.listen,
             model: self.model.clone(),
@@ -48,6 +49,7 @@ impl UpArgs {
             decode_tp: self.decode_tp,
             decode_ep: self.decode_ep.unwrap_or(self.decode_tp),
             max_context_tokens: self.max_context_tokens,
+            drain_grace,
             options,
             documented_ports: self.listen.port() != 0,
         }
@@ -58,8 +60,8 @@ impl UpArgs {
 ///
 /// # Errors
 /// A taken port, or a service that gave up.
-pub(crate) async fn up(args: UpArgs, options: Vec<String>) -> anyhow::Result<()> {
-    let mut stack = Stack::start(&args.stack(options))?;
+pub(crate) async fn up(args: UpArgs, options: Vec<String>, drain_grace: Duration) -> anyhow::Result<()> {
+    let mut stack = Stack::start(&args.stack(options, drain_grace))?;
     let mut end = std::pin::pin!(told_to_end());
     tokio::select! {
         ready = stack.wait_ready(progress()) => ready?,
@@ -79,7 +81,7 @@ pub(crate) async fn up(args: UpArgs, options: Vec<String>) -> anyhow::Result<()>
         tokio::select! {
             ended = &mut end => { ended?; break; }
             failed = stack.wait_failure() => { failed?; }
-            () = tokio::time::sleep(std::time::Duration::from_millis(100)) => {}
+            () = tokio::time::sleep(Duration::from_millis(100)) => {}
         }
     }
     say("draining; Ctrl-C again to stop at once\n");
@@ -93,7 +95,7 @@ pub(crate) async fn up(args: UpArgs, options: Vec<String>) -> anyhow::Result<()>
 ///
 /// # Errors
 /// When there is no answer.
-pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>) -> anyhow::Result<()> {
+pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>, drain_grace: Duration) -> anyhow::Result<()> {
     if let Some(url) = args.url() {
         return chat::ask(&args, url).await;
     }
@@ -108,6 +110,7 @@ pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>) -> anyhow::Re
         decode_tp: 4,
         decode_ep: 4,
         max_context_tokens: None,
+        drain_grace,
         options,
         documented_ports: false,
     };

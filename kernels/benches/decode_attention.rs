@@ -46,7 +46,7 @@ fn attention(bench: &mut Bench, batch: usize, context: usize, window: Option<usi
             layer: i % layers,
             contexts: contexts.view(),
             sequences: None,
-        table: PageTable { pages: table.view(), width, first_page: None },
+            table: PageTable { pages: table.view(), width, first_page: None },
             window,
             max_context: context,
             out: out.view_mut(),

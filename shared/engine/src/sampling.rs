@@ -84,12 +84,7 @@ impl Default for Sampler {
 impl Sampler {
     /// Draws the next token of a sequence and counts it. `logits` (one for each token of the vocabulary, minus infinity for ids that must not
     /// come out) are changed. `mask` says which tokens the sequence's grammar allows.
-    pub fn sample(
-        &mut self,
-        slot: &mut SlotSampler,
-        logits: &mut [f32],
-        mask: Option<&TokenMask>,
-    ) -> SampledToken {
+    pub fn sample(&mut self, slot: &mut SlotSampler, logits: &mut [f32], mask: Option<&TokenMask>) -> SampledToken {
         let sampling = slot.sampling.clone();
         let unmodified = sampling.logprobs.map(|top| (logits.to_vec(), top));
         if let Some(mask) = mask {

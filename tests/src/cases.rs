@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use vocabulary::Vocabulary;
 use anyhow::{Context, ensure};
 use futures_util::TryStreamExt;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use vocabulary::Vocabulary;
 
 /// One line of a chat case file. The format is described in `tests/fixtures/nano/README.md`.
 #[derive(Debug, Clone, Deserialize)]

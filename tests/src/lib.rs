@@ -1,7 +1,7 @@
 //! End-to-end runners: the harness that starts the real stack, and what several runners share.
 //!
 //! The runners themselves are in `tests/tests`: `fixtures` (numbers), `chat` (answers over HTTP through four processes), `edges` and `load`
-//! (lengths, many requests, cancellation), `sim` (the simulated fleet).
+//! (lengths, many requests, cancellation), `constrained` (answers under grammars), `sim` (the simulated fleet).
 
 pub mod cases;
 pub mod monolith;

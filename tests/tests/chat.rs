@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use vocabulary::Vocabulary;
 use anyhow::{Context, anyhow, ensure};
 use futures_util::{StreamExt, stream};
 use tests::cases::{ChatCase, chat_cases, folded, whole};
 use tests::router::{generate, greedy, wait_all_pages_free};
 use tests::stack::Stack;
+use vocabulary::Vocabulary;
 
 /// Cases in flight at once.
 const CONCURRENCY: usize = 16;

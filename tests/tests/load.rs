@@ -86,15 +86,17 @@ async fn a_killed_worker_costs_no_answer() -> anyhow::Result<()> {
         let mut request = tests::router::greedy(&prompt, 400);
         request.ignore_eos = true;
         let address = stack.addresses.router.clone();
-        let answer = tokio::spawn(async move { generate(&address, request).await });
-        tokio::time::sleep(Duration::from_millis(300)).await;
-        stack.refresh()?;
-        let pid = stack.addresses.pids[victim];
-        ensure!(
-            std::process::Command::new("kill").args(["-9", &pid.to_string()]).status()?.success(),
-            "cannot kill {victim}"
-        );
-        let answer = answer.await?.with_context(|| format!("{victim} was killed"))?;
+        let kill = async {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            stack.refresh()?;
+            let pid = stack.addresses.pids[victim];
+            let killed = std::process::Command::new("kill").args(["-9", &pid.to_string()]).status()?;
+            ensure!(killed.success(), "cannot kill {victim}");
+            Ok(())
+        };
+        let (answer, killed) = tokio::join!(generate(&address, request), kill);
+        killed?;
+        let answer = answer.with_context(|| format!("{victim} was killed"))?;
         ensure!(answer.tokens == expected, "{victim} was killed: expected {expected:?}, got {:?}", answer.tokens);
         // The next round starts with a whole stack.
         tests::router::wait_for_pair(&stack.addresses.router).await?;

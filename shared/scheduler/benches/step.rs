@@ -41,6 +41,7 @@ fn reserve(scheduler: &mut DecodeScheduler, id: u128, prefill: &PeerId) {
         sampling: Arc::default(),
         stop_token_ids: [2].into(),
         max_tokens: u32::MAX,
+        constraint: None,
     };
     let request = ReserveRequest { ticket: TicketId(id), prefill: prefill.clone(), sequence };
     scheduler.reserve(Instant::now(), request).expect("the pools are large enough");

@@ -17,7 +17,7 @@ use super::collective::Collective;
 use super::forward::{Forward, RankModel};
 use super::graphs::{DecodeGraphs, GraphKey};
 use super::kv_cache::{CacheReader, RankCache};
-use super::sampler::{DeviceSampler, Drawing};
+use super::sampler::{DeviceSampler, Drawing, Drawn};
 use super::step_inputs::StepInputs;
 use super::{CudaOptions, HEAD_DIM, Loaded, Precision};
 use crate::{Engine, EngineError, KvListener};
@@ -350,14 +350,18 @@ impl Engine for CudaRank {
                 outputs.push(RowOutput { slot, sampled: None, logits });
                 continue;
             };
-            let sampled = draws.token(row, logprobs);
+            let sampled = match draws.row(row, logprobs) {
+                Drawn::Token(token) => Some(token),
+                Drawn::NotANumber => return Err(EngineError::NotANumber { step, slot: slot.0 }),
+                Drawn::NothingAllowed => None,
+            };
             let last = &mut self.last_tokens[slot.0 as usize];
             // Otherwise the slot has been bound or has sampled again.
             if *last == (LastToken::Drawn { launch, row }) {
                 *last = LastToken::Known(sampled.as_ref().map_or(0, |sampled| sampled.token));
             }
             if sampled.is_none() {
-                tracing::error!(step, slot = slot.0, "logits are not numbers or leave no token");
+                tracing::warn!(step, slot = slot.0, "no token is allowed");
             }
             outputs.push(RowOutput { slot, sampled, logits });
         }

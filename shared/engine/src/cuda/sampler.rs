@@ -69,6 +69,15 @@ enum Reports {
     Landing { logprobs: Landing<f32>, top_tokens: Landing<i32>, top_logprobs: Landing<f32> },
 }
 
+/// What became of a row of a draw.
+pub(crate) enum Drawn {
+    Token(SampledToken),
+    /// Its logits hold a NaN.
+    NotANumber,
+    /// Masks and biases of minus infinity leave no token.
+    NothingAllowed,
+}
+
 /// A draw that has arrived.
 pub(crate) struct Draws(HostDraws);
 
@@ -278,17 +287,19 @@ impl Drawing {
 }
 
 impl Draws {
-    /// Row `row`, with log-probabilities if it was to report them (`Some(n)`: and the `n` most probable tokens); `None`
-    /// if its logits held a NaN or left no token.
-    pub(crate) fn token(&self, row: usize, logprobs: Option<u32>) -> Option<SampledToken> {
+    /// Row `row`, with log-probabilities if it was to report them (`Some(n)`: and the `n` most probable tokens).
+    pub(crate) fn row(&self, row: usize, logprobs: Option<u32>) -> Drawn {
         let Self(HostDraws { tokens, status, reports }) = self;
-        if status[row] != SampleStatus::Drawn as u32 {
-            return None;
+        if status[row] == SampleStatus::NotANumber as u32 {
+            return Drawn::NotANumber;
+        }
+        if status[row] == SampleStatus::NothingAllowed as u32 {
+            return Drawn::NothingAllowed;
         }
         let first = row * MAX_TOP_LOGPROBS;
         let top = first..first + logprobs.unwrap_or(0) as usize;
         let tops = reports.top_tokens[top.clone()].iter().zip(&reports.top_logprobs[top]);
-        Some(SampledToken {
+        Drawn::Token(SampledToken {
             token: tokens[row] as TokenId,
             logprob: logprobs.map(|_| reports.logprobs[row]),
             top: tops.map(|(token, logprob)| TokenLogprob { token: *token as TokenId, logprob: *logprob }).collect(),

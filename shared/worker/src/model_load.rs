@@ -121,9 +121,7 @@ impl OpenModel {
                 let weights = Weights::Checkpoint(checkpoint);
                 cuda::build_group(weights, self.cuda_options(config), listener, progress)?
             }
-            Backend::Cpu | Backend::Auto => {
-                cpu::build_group(checkpoint, self.cpu_options(config), listener, progress)?
-            }
+            Backend::Cpu | Backend::Auto => cpu::build_group(checkpoint, self.cpu_options(config), listener, progress)?,
         };
         tracing::info!(role = %config.role, backend = %config.backend, "engine is built");
         let compiler = Arc::new(Compiler::new(Arc::clone(&self.vocabulary)));

@@ -166,9 +166,13 @@ async fn grpc_gives_a_client_up_that_does_not_read_and_tells_it_so() {
     let limits = LimitsConfig { slow_reader_timeout_ms: 200, ..LimitsConfig::default() };
     let model = ServedModel::load(&ModelSource::EmbeddedNano).unwrap();
     let header = tokens(model.vocabulary(), "<|channel|>final<|message|>");
-    // 10 MB: more than the windows of HTTP/2 and all buffers hold.
+    // Over 10 MB: more than the windows of HTTP/2 and all buffers hold. In few and large messages, since a client's HTTP/2 takes many small
+    // ones that nobody reads for an attack, and would end the connection itself.
+    let length = |token: &u32| model.vocabulary().token_bytes(*token).map_or(0, <[u8]>::len);
+    let longest = (0..2000).max_by_key(length).unwrap();
+    let messages = 12_000_000 / (2048 * length(&longest));
     let script = move |_: &pb::GenerateRequest| {
-        let content = std::iter::repeat_n(Step::Tokens(vec![40; 64]), 10_000);
+        let content = std::iter::repeat_n(Step::Tokens(vec![longest; 2048]), messages);
         Ok([Step::Tokens(header.clone())].into_iter().chain(content).chain([Step::Hang]).collect())
     };
     let fleet = Fleet::start_with(Config { limits, ..config() }, |ours| ours, script).await;

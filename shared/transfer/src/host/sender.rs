@@ -167,7 +167,10 @@ impl LaneShared {
 
     /// Queues a frame; on a lost lane it is dropped, and the ticket's answer says why.
     fn send(&self, frame: Frame) {
-        let _ = self.queue.send(Outgoing::control(frame));
+        // The writer may be in the middle of its turn: cancelling it does not keep it from taking one more frame.
+        if self.lost.get().is_none() {
+            let _ = self.queue.send(Outgoing::control(frame));
+        }
     }
 
     fn answer(&self, ticket: TicketId, answer: Answer) {

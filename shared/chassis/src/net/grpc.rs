@@ -56,6 +56,12 @@ impl Default for ChannelLimits {
     }
 }
 
+/// Bytes of one answer that may wait to be read: thousands of tokens. One that is not read soon stops its sender, and holds little.
+const STREAM_WINDOW: u32 = 64 << 10;
+/// HTTP/2 counts the small messages that wait on a whole connection against half of its window, and takes too many for an attack: it would
+/// close the connection under all answers because one is not read. So much room leaves the bound to [`STREAM_WINDOW`].
+const CONNECTION_WINDOW: u32 = 1 << 30;
+
 /// A channel that connects at its first call, and again after each loss. Must be called within a runtime.
 pub fn channel(network: &Arc<dyn Network>, address: &Address, limits: ChannelLimits) -> Channel {
     let network = Arc::clone(network);
@@ -65,6 +71,8 @@ pub fn channel(network: &Arc<dyn Network>, address: &Address, limits: ChannelLim
         .http2_keep_alive_interval(limits.keep_alive_interval)
         .keep_alive_timeout(limits.keep_alive_timeout)
         .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
             let (network, address) = (Arc::clone(&network), address.clone());
             async move {

@@ -25,6 +25,8 @@ pub(crate) const EXIT_USAGE: i32 = 2;
 /// Parses the arguments of the process and runs the command.
 #[must_use]
 pub fn main() -> ExitCode {
+    // First of all, while there is one thread. What it could fail for, NCCL's own start refuses with the same words.
+    let _ = device::nccl::forbid_multicast();
     let cli = cli::Cli::parse();
     if let Err(error) = chassis::logs::init(cli.log_format, cli.log_level.as_deref()) {
         eprintln!("error: {error}");

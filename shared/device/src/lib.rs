@@ -1,13 +1,13 @@
 //! The GPU as the rest of Damask sees it.
 //!
-//! Knows: the CUDA driver, loaded at run time. A machine without one builds and runs everything; [`Device::open`] then answers
+//! Knows: the CUDA driver and NCCL, loaded at run time. A machine without one builds and runs everything; [`Device::open`] then answers
 //! [`DeviceError::Unavailable`]. Must not know: any kernel (`kernels`), any model.
 //!
 //! Three rules hold everywhere. There is no default stream: whatever runs, runs on a [`Stream`] that the caller names. Memory
 //! is held until its last use: a dropped [`DeviceBuffer`] goes back to the driver only after all work enqueued before the drop
 //! has run, and a captured [`Graph`] keeps alive what it touches. Every error names the driver call that failed.
 //!
-//! Start with [`Device`], then [`Stream`], [`DeviceBuffer`] and [`Kernel`].
+//! Start with [`Device`], then [`Stream`], [`DeviceBuffer`] and [`Kernel`]; [`nccl`] joins the GPUs of several processes.
 #![allow(unsafe_code)] // this crate is the boundary to the driver: each use says why it holds
 
 mod driver;
@@ -15,6 +15,7 @@ mod error;
 mod graph;
 mod memory;
 mod module;
+pub mod nccl;
 mod pinned;
 mod stream;
 mod tensor_map;

@@ -246,7 +246,7 @@ impl Stream {
     }
 }
 
-fn same_length(what: &'static str, expected: usize, found: usize) -> Result<()> {
+pub(crate) fn same_length(what: &'static str, expected: usize, found: usize) -> Result<()> {
     if expected == found { Ok(()) } else { Err(DeviceError::Length { what, expected, found }) }
 }
 

@@ -120,7 +120,7 @@ pub(crate) struct Sizes {
 impl Config {
     pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
         let open = model;
-        let model = open.checkpoint().config();
+        let model = open.config();
         if self.max_context_tokens as usize > model.max_context_tokens {
             let (ours, most) = (self.max_context_tokens, model.max_context_tokens);
             return Err(WorkerError::Config(format!("max_context_tokens is {ours}, the model has {most}")));

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use chassis::net::tls::TlsConfig;
 use chassis::{Address, Problems, Validate};
+use model::{RandomModel, UnknownModel};
 use serde::{Deserialize, Serialize};
 
 use crate::auth::KeyDigest;
@@ -76,14 +77,16 @@ impl ResponsesStoreConfig {
 }
 
 /// Where the model's name and vocabulary come from. Written as one word: `embedded-nano`, `gpt-oss-20b` or
-/// `gpt-oss-120b` (the released models by name, with the built-in vocabulary, for workers without a checkpoint), or
-/// else the path of a checkpoint directory.
+/// `gpt-oss-120b` (the released models by name, with the built-in vocabulary, for hosts without a checkpoint),
+/// `random:SHAPE:SEED` as the workers have it (see [`RandomModel`]), or else the path of a checkpoint directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
     /// gpt-oss-nano, inside the binary.
     EmbeddedNano,
     /// A released model, known by its name alone.
     Released(&'static str),
+    /// Random weights, with the built-in vocabulary.
+    Random(RandomModel),
     /// A checkpoint directory; without a tokenizer.json there, the built-in vocabulary is taken.
     Directory(PathBuf),
 }
@@ -92,9 +95,12 @@ const EMBEDDED_NANO: &str = "embedded-nano";
 const RELEASED: [&str; 2] = ["gpt-oss-20b", "gpt-oss-120b"];
 
 impl FromStr for ModelSource {
-    type Err = std::convert::Infallible;
+    type Err = UnknownModel;
 
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
+    fn from_str(text: &str) -> Result<Self, UnknownModel> {
+        if let Some(random) = RandomModel::parse(text) {
+            return random.map(Self::Random);
+        }
         Ok(match RELEASED.into_iter().find(|name| *name == text) {
             Some(name) => Self::Released(name),
             None if text == EMBEDDED_NANO => Self::EmbeddedNano,
@@ -108,6 +114,7 @@ impl fmt::Display for ModelSource {
         match self {
             Self::EmbeddedNano => f.write_str(EMBEDDED_NANO),
             Self::Released(name) => f.write_str(name),
+            Self::Random(model) => model.fmt(f),
             Self::Directory(path) => path.display().fmt(f),
         }
     }
@@ -121,8 +128,7 @@ impl Serialize for ModelSource {
 
 impl<'de> Deserialize<'de> for ModelSource {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        Ok(text.parse().unwrap_or_else(|never| match never {}))
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -268,6 +274,8 @@ impl Validate for KeyLimits {
 
 #[cfg(test)]
 mod tests {
+    use model::ReleasedShape;
+
     use super::*;
 
     const MINIMAL: &str =
@@ -289,6 +297,7 @@ mod tests {
     fn models_are_named_or_found_by_path() {
         for (word, source) in [
             ("gpt-oss-20b", ModelSource::Released("gpt-oss-20b")),
+            ("random:20b:7", ModelSource::Random(RandomModel { shape: ReleasedShape::B20, seed: 7 })),
             ("./gpt-oss-20b", ModelSource::Directory("./gpt-oss-20b".into())),
             ("/models/mine", ModelSource::Directory("/models/mine".into())),
         ] {

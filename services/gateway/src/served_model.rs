@@ -56,6 +56,10 @@ impl ServedModel {
             ModelSource::EmbeddedNano => ModelIdentity::embedded_nano(),
             ModelSource::Directory(path) => ModelIdentity::open(path)?,
             ModelSource::Released(name) => return Self::released(name),
+            ModelSource::Random(model) => {
+                let vocabulary = Vocabulary::o200k_harmony();
+                return Self::new(model.fingerprint(vocabulary.fingerprint()), vocabulary);
+            }
         };
         let Some(tokenizer_json) = identity.tokenizer_json() else {
             let vocabulary = Vocabulary::o200k_harmony();

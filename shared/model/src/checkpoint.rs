@@ -23,7 +23,7 @@ pub use error::CheckpointError;
 
 /// Stop tokens of o200k_harmony (`<|return|>`, `<|endoftext|>`, `<|call|>`), for released models without a
 /// generation_config.json.
-const O200K_HARMONY_STOP: [TokenId; 3] = [200_002, 199_999, 200_012];
+pub(crate) const O200K_HARMONY_STOP: [TokenId; 3] = [200_002, 199_999, 200_012];
 const O200K_HARMONY_ROWS: usize = 201_088;
 
 /// An opened model: config, stop tokens, tokenizer and tensors.

@@ -6,16 +6,20 @@ use std::str::FromStr;
 
 use chassis::config::{Problems, Validate};
 use engine::cpu::{Numerics, Precision};
+use model::{RandomModel, UnknownModel};
 use serde::{Deserialize, Serialize};
 use types::KvDtype;
 
 use crate::backend::Backend;
 
-/// Where the weights are. Written as `embedded-nano`, or else as the path of a checkpoint directory.
+/// Where the weights are. Written as `embedded-nano`, as `random:SHAPE:SEED` (see [`RandomModel`]), or else as the path
+/// of a checkpoint directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
     /// gpt-oss-nano, inside the binary.
     EmbeddedNano,
+    /// Random weights, made on the GPU, for benchmarks: the CPU engine has none.
+    Random(RandomModel),
     /// A checkpoint directory, in the Hugging Face layout or the original one.
     Directory(PathBuf),
 }
@@ -23,10 +27,14 @@ pub enum ModelSource {
 const EMBEDDED_NANO: &str = "embedded-nano";
 
 impl FromStr for ModelSource {
-    type Err = std::convert::Infallible;
+    type Err = UnknownModel;
 
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Ok(if text == EMBEDDED_NANO { Self::EmbeddedNano } else { Self::Directory(text.into()) })
+    fn from_str(text: &str) -> Result<Self, UnknownModel> {
+        match RandomModel::parse(text) {
+            Some(random) => random.map(Self::Random),
+            None if text == EMBEDDED_NANO => Ok(Self::EmbeddedNano),
+            None => Ok(Self::Directory(text.into())),
+        }
     }
 }
 
@@ -34,6 +42,7 @@ impl fmt::Display for ModelSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::EmbeddedNano => f.write_str(EMBEDDED_NANO),
+            Self::Random(model) => model.fmt(f),
             Self::Directory(path) => path.display().fmt(f),
         }
     }
@@ -47,8 +56,7 @@ impl Serialize for ModelSource {
 
 impl<'de> Deserialize<'de> for ModelSource {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        Ok(text.parse().unwrap_or_else(|never| match never {}))
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 

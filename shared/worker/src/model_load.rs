@@ -9,7 +9,7 @@ use engine::KvListener;
 use engine::cpu::{self, CpuOptions, LoadProgress};
 use engine::cuda::{self, CudaOptions, Weights};
 use engine::group::EngineGroup;
-use model::Checkpoint;
+use model::{Checkpoint, ModelConfig, RandomModel};
 use types::{KvLayout, ModelFingerprint, TokenId};
 use vocabulary::Vocabulary;
 
@@ -18,13 +18,19 @@ use crate::config::{EngineConfig, ModelSource};
 use crate::error::WorkerError;
 use crate::status::{LoadingProgress, Status};
 
-/// A checkpoint whose weights have not been read.
+/// A model whose weights have not been read or made.
 pub struct OpenModel {
     is_embedded: bool,
-    checkpoint: Arc<Checkpoint>,
+    origin: Origin,
     fingerprint: ModelFingerprint,
     vocabulary: Arc<Vocabulary>,
     masked_tokens: Vec<Range<TokenId>>,
+}
+
+/// Where the weights will come from.
+enum Origin {
+    Checkpoint(Arc<Checkpoint>),
+    Random { model: RandomModel, config: ModelConfig },
 }
 
 /// A model that computes.
@@ -36,34 +42,56 @@ pub struct LoadedModel {
 }
 
 impl OpenModel {
-    /// Opens the checkpoint and reads its vocabulary. Blocks: about a second for the vocabulary of the released models.
+    /// Opens the checkpoint, if there is one, and reads the vocabulary. Blocks: about a second for the vocabulary of the released models.
     ///
     /// # Errors
     /// `Checkpoint`, `Vocabulary`.
     pub fn open(source: &ModelSource) -> Result<Self, WorkerError> {
-        let checkpoint = match source {
-            ModelSource::EmbeddedNano => Checkpoint::embedded_nano(),
-            ModelSource::Directory(path) => Checkpoint::open(path)?,
+        let origin = match source {
+            ModelSource::EmbeddedNano => Origin::Checkpoint(Arc::new(Checkpoint::embedded_nano())),
+            ModelSource::Directory(path) => Origin::Checkpoint(Arc::new(Checkpoint::open(path)?)),
+            ModelSource::Random(model) => Origin::Random { model: *model, config: model.shape.config() },
         };
-        let vocabulary = match checkpoint.tokenizer_json() {
+        let vocabulary = match origin.tokenizer_json() {
             Some(json) => {
                 let vocabulary = Vocabulary::from_tokenizer_json(json);
                 Arc::new(vocabulary.map_err(|error| WorkerError::Vocabulary(error.to_string()))?)
             }
             None => Vocabulary::o200k_harmony(),
         };
-        let fingerprint = checkpoint.fingerprint(vocabulary.fingerprint());
+        let fingerprint = origin.fingerprint(vocabulary.fingerprint());
         let fits = vocabulary.check_fits(fingerprint.vocab_size);
         fits.map_err(|error| WorkerError::Vocabulary(error.to_string()))?;
         let masked_tokens = unused_tokens(&vocabulary, fingerprint.vocab_size);
         let is_embedded = *source == ModelSource::EmbeddedNano;
-        Ok(Self { is_embedded, checkpoint: Arc::new(checkpoint), fingerprint, vocabulary, masked_tokens })
+        Ok(Self { is_embedded, origin, fingerprint, vocabulary, masked_tokens })
     }
 
-    /// The checkpoint.
+    /// Sizes and constants.
     #[must_use]
-    pub fn checkpoint(&self) -> &Checkpoint {
-        &self.checkpoint
+    pub fn config(&self) -> &ModelConfig {
+        match &self.origin {
+            Origin::Checkpoint(checkpoint) => checkpoint.config(),
+            Origin::Random { config, .. } => config,
+        }
+    }
+
+    /// Identifies the weights; workers with others are never paired.
+    #[must_use]
+    pub fn weights_fingerprint(&self) -> String {
+        match &self.origin {
+            Origin::Checkpoint(checkpoint) => checkpoint.weights_fingerprint(),
+            Origin::Random { model, .. } => model.weights_fingerprint(),
+        }
+    }
+
+    /// Tokens that end an answer unless a request says otherwise.
+    #[must_use]
+    pub fn stop_token_ids(&self) -> &[TokenId] {
+        match &self.origin {
+            Origin::Checkpoint(checkpoint) => checkpoint.stop_token_ids(),
+            Origin::Random { model, .. } => model.stop_token_ids(),
+        }
     }
 
     /// Model and vocabulary.
@@ -81,9 +109,15 @@ impl OpenModel {
     /// The engine that `wanted` comes to for this model: never `Auto`. Looks for a GPU unless the answer is plain.
     ///
     /// # Errors
-    /// As [`Backend::choose`].
+    /// As [`Backend::choose`]; and `Config` for random weights on the CPU, which has none.
     pub fn choose_backend(&self, wanted: Backend, config: &EngineConfig) -> Result<Backend, WorkerError> {
-        wanted.choose(config, self.is_embedded)
+        match &self.origin {
+            Origin::Checkpoint(_) => wanted.choose(config, self.is_embedded),
+            Origin::Random { model, .. } if wanted == Backend::Cpu => {
+                Err(WorkerError::Config(format!("model {model}: random weights are made on a gpu, and backend is cpu")))
+            }
+            Origin::Random { .. } => Backend::Cuda.choose(config, false),
+        }
     }
 
     /// How the KV cache of an engine of `config` lies in memory.
@@ -91,20 +125,20 @@ impl OpenModel {
     /// # Errors
     /// `Config` when the heads do not divide among the ranks.
     pub fn kv_layout(&self, config: &EngineConfig) -> Result<KvLayout, WorkerError> {
-        let (kv_heads, tp) = (self.checkpoint.config().num_kv_heads, config.layout.tp as usize);
+        let (kv_heads, tp) = (self.config().num_kv_heads, config.layout.tp as usize);
         if tp == 0 || !kv_heads.is_multiple_of(tp) {
             return Err(WorkerError::Config(format!(
                 "layout.tp is {tp}, it must divide the model's {kv_heads} kv heads"
             )));
         }
-        let model = self.checkpoint.config();
+        let model = self.config();
         Ok(match config.backend {
             Backend::Cuda => cuda::kv_layout(model, &self.cuda_options(config)),
             Backend::Cpu | Backend::Auto => cpu::kv_layout(model, &self.cpu_options(config)),
         })
     }
 
-    /// Reads the weights and starts the ranks. Blocks, for minutes with a large model; `status` is told how far it has come.
+    /// Reads or makes the weights and starts the ranks. Blocks, for minutes with a large model; `status` is told how far it has come.
     ///
     /// # Errors
     /// `Engine`.
@@ -115,13 +149,16 @@ impl OpenModel {
         status: &Arc<Status>,
     ) -> Result<LoadedModel, WorkerError> {
         let progress = sum_over_ranks(Arc::clone(status));
-        let checkpoint = Arc::clone(&self.checkpoint);
-        let engine = match config.backend {
-            Backend::Cuda => {
-                let weights = Weights::Checkpoint(checkpoint);
-                cuda::build_group(weights, self.cuda_options(config), listener, progress)?
+        let engine = match (config.backend, &self.origin) {
+            (Backend::Cuda, origin) => {
+                cuda::build_group(origin.weights(), self.cuda_options(config), listener, progress)?
             }
-            Backend::Cpu | Backend::Auto => cpu::build_group(checkpoint, self.cpu_options(config), listener, progress)?,
+            (Backend::Cpu | Backend::Auto, Origin::Checkpoint(checkpoint)) => {
+                cpu::build_group(Arc::clone(checkpoint), self.cpu_options(config), listener, progress)?
+            }
+            (Backend::Cpu | Backend::Auto, Origin::Random { .. }) => {
+                unreachable!("choose_backend never puts random weights on the cpu")
+            }
         };
         tracing::info!(role = %config.role, backend = %config.backend, "engine is built");
         let compiler = Arc::new(Compiler::new(Arc::clone(&self.vocabulary)));
@@ -161,6 +198,29 @@ impl OpenModel {
     }
 }
 
+impl Origin {
+    fn tokenizer_json(&self) -> Option<&[u8]> {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint.tokenizer_json(),
+            Self::Random { .. } => None,
+        }
+    }
+
+    fn fingerprint(&self, builtin_tokenizer_sha256: &str) -> ModelFingerprint {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint.fingerprint(builtin_tokenizer_sha256),
+            Self::Random { model, .. } => model.fingerprint(builtin_tokenizer_sha256),
+        }
+    }
+
+    fn weights(&self) -> Weights {
+        match self {
+            Self::Checkpoint(checkpoint) => Weights::Checkpoint(Arc::clone(checkpoint)),
+            Self::Random { model, config } => Weights::Random { config: config.clone(), seed: model.seed },
+        }
+    }
+}
+
 /// Numbers below `vocab_size` that stand for no token: a model may have more rows than its vocabulary has words.
 fn unused_tokens(vocabulary: &Vocabulary, vocab_size: u32) -> Vec<Range<TokenId>> {
     let mut unused: Vec<Range<TokenId>> = Vec::new();
@@ -184,4 +244,52 @@ fn sum_over_ranks(status: Arc<Status>) -> Arc<dyn Fn(LoadProgress) + Send + Sync
         let (done, total) = ranks.values().fold((0, 0), |(done, total), rank| (done + rank.done, total + rank.total));
         status.set_loading(LoadingProgress { done, total });
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use model::ReleasedShape;
+    use types::{ParallelLayout, Role};
+
+    use super::*;
+    use crate::config::{NumericsConfig, Rounding};
+
+    fn engine_config(backend: Backend) -> EngineConfig {
+        EngineConfig {
+            role: Role::Prefill,
+            backend,
+            layout: ParallelLayout::tp(1),
+            numerics: NumericsConfig { compute: Rounding::Bf16, routing: Rounding::Bf16, kv: Rounding::Bf16 },
+            page_tokens: 64,
+            full_pages: 1,
+            window_pages: 1,
+            max_slots: 1,
+            max_step_tokens: 1,
+            max_context_tokens: 32,
+        }
+    }
+
+    #[test]
+    fn two_workers_of_one_random_model_agree_in_all_that_is_compared() {
+        let open =
+            |seed| OpenModel::open(&ModelSource::Random(RandomModel { shape: ReleasedShape::B20, seed })).unwrap();
+        let (one, same, other) = (open(7), open(7), open(8));
+        assert_eq!((one.fingerprint(), one.weights_fingerprint()), (same.fingerprint(), same.weights_fingerprint()));
+        assert_eq!(one.fingerprint(), other.fingerprint(), "the gateway serves either");
+        assert_ne!(one.weights_fingerprint(), other.weights_fingerprint());
+        assert!(!one.masked_tokens().is_empty(), "201,088 rows are more than the vocabulary has tokens");
+        let layout = one.kv_layout(&engine_config(Backend::Cuda)).unwrap();
+        assert_eq!((layout.full_layers.len(), layout.window_layers.len()), (12, 12));
+    }
+
+    #[test]
+    fn random_weights_are_refused_on_the_cpu() {
+        let model = OpenModel::open(&ModelSource::Random(RandomModel { shape: ReleasedShape::B20, seed: 7 })).unwrap();
+        let error = model.choose_backend(Backend::Cpu, &engine_config(Backend::Cpu)).unwrap_err().to_string();
+        assert!(error.contains("random:20b:7") && error.contains("backend is cpu"), "{error}");
+        if cuda::available().is_err() {
+            let error = model.choose_backend(Backend::Auto, &engine_config(Backend::Auto)).unwrap_err().to_string();
+            assert!(error.contains("backend cuda"), "{error}");
+        }
+    }
 }

@@ -7,12 +7,15 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod driver;
 pub mod fault;
 pub mod group;
 mod kv_slice;
 pub mod roofline;
 pub mod sampling;
 mod simd;
+#[cfg(feature = "cuda")]
+pub mod sweep;
 mod vector;
 
 use std::ops::Range;

@@ -9,8 +9,10 @@ use scheduler::DecodeConfig;
 use serde::{Deserialize, Serialize};
 use transfer::TransferConfig;
 use types::{ParallelLayout, Role};
-use worker::config::{validate_layout, validate_name};
-use worker::{Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
+use worker::config::{GPU_MEMORY_SHARE, validate_layout, validate_memory_share, validate_name};
+use worker::{
+    Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WorkerError,
+};
 
 /// One decode worker. Defaults are those of the CPU engine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -24,7 +26,8 @@ pub struct Config {
     pub admin_listen: Address,
     /// Where prefill workers deliver KV.
     pub kv_listen: Address,
-    /// The address that tickets name, if prefill workers reach `kv_listen` by another.
+    /// The address that tickets name, if prefill workers reach `kv_listen` by another. Where `kv_listen` is all interfaces, this is by default
+    /// `$POD_IP`, or else this host's name, with its port.
     pub kv_advertise: Option<Address>,
     /// Where the weights are.
     pub model: ModelSource,
@@ -43,7 +46,7 @@ pub struct Config {
     /// Output tokens for which pages are set aside when a sequence is admitted; further ones are taken page by page.
     pub growth_tokens: u32,
     /// Pages for layers of full attention; by default a quarter of what `max_sequences` of the longest context would take, since few
-    /// are that long, and one such sequence at least.
+    /// are that long, and one such sequence at least; on a GPU as many as there is room for.
     pub full_pages: Option<u32>,
     /// Pages for layers of sliding-window attention; by default as many as `max_sequences` can use.
     pub window_pages: Option<u32>,
@@ -52,6 +55,9 @@ pub struct Config {
     /// Tokens that wait for a client that reads slowly. One more ends its sequence (`SLOW_CONSUMER`, to be resumed from what was
     /// delivered), so that no client can hold up the batch.
     pub stream_tokens_max: usize,
+    /// Share of each GPU's memory that a rank may take: where `full_pages` is not given, what weights and steps leave of it becomes pages.
+    /// Workers on one GPU must share it. Without meaning on the CPU.
+    pub gpu_memory_share: f64,
     /// Threads that compute the masks of constrained sequences while the engine computes.
     pub mask_threads: u32,
     /// The step loop.
@@ -81,6 +87,7 @@ impl Default for Config {
             growth_tokens: 256,
             full_pages: None,
             window_pages: None,
+            gpu_memory_share: GPU_MEMORY_SHARE,
             ticket_ttl_ms: 120_000,
             stream_tokens_max: 1_024,
             mask_threads: 2,
@@ -95,14 +102,12 @@ impl Validate for Config {
     fn validate(&self, problems: &mut Problems) {
         validate_name(&self.name, problems);
         validate_layout(self.layout, problems);
+        validate_memory_share(self.gpu_memory_share, problems);
         problems.range("page_tokens", self.page_tokens, 1..=1_024);
         problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
         problems.range("max_sequences", self.max_sequences, 1..=4_096);
         problems.range("ticket_ttl_ms", self.ticket_ttl_ms, 100..=3_600_000);
         problems.range("stream_tokens_max", self.stream_tokens_max, 1..=1 << 20);
-        let is_any = self.kv_listen.host.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_unspecified());
-        let reason = "is missing: tickets need an address that prefill workers can reach";
-        problems.check(!is_any || self.kv_advertise.is_some(), "kv_advertise", reason);
         problems.range("mask_threads", self.mask_threads, 1..=64);
         problems.nested("step_loop", &self.step_loop);
         if let Err(reason) = self.transfer.validate() {
@@ -132,7 +137,7 @@ impl Config {
             max_context_tokens: self.max_context_tokens,
             growth_tokens: self.growth_tokens,
             max_row_tokens: 1,
-            full_pages: self.full_pages.unwrap_or(longest.max(self.max_sequences.saturating_mul(longest) / 4)),
+            full_pages: 0,
             window_pages: 0,
             ticket_ttl: Duration::from_millis(self.ticket_ttl_ms.into()),
             lookahead: false,
@@ -153,6 +158,13 @@ impl Config {
             max_context_tokens: self.max_context_tokens,
         };
         engine.backend = open.choose_backend(self.backend, &engine)?;
+        let most = self.max_sequences.saturating_mul(longest);
+        let wanted = PagesWanted { longest, most, on_cpu: longest.max(most / 4) };
+        scheduler.full_pages = match self.full_pages {
+            Some(pages) => pages,
+            None => open.full_pages(&engine, self.gpu_memory_share, wanted)?,
+        };
+        engine.full_pages = scheduler.full_pages;
         // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
         scheduler.lookahead = engine.backend == Backend::Cuda;
         Ok(Sizes { engine, scheduler })

@@ -7,8 +7,10 @@ use scheduler::PrefillConfig;
 use serde::{Deserialize, Serialize};
 use transfer::TransferConfig;
 use types::{KvLayout, ParallelLayout, Role};
-use worker::config::{validate_layout, validate_name};
-use worker::{Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, StepLoopConfig, WorkerError};
+use worker::config::{GPU_MEMORY_SHARE, validate_layout, validate_memory_share, validate_name};
+use worker::{
+    Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WorkerError,
+};
 
 /// One prefill worker. Defaults are those of the CPU engine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -38,10 +40,14 @@ pub struct Config {
     pub max_queued: u32,
     /// Prompts that hold pages: one computes, the transfers of the others are ending.
     pub max_prompts: u32,
-    /// Pages for layers of full attention; by default as many as two prompts of the longest kind hold.
+    /// Pages for layers of full attention; by default as many as two prompts of the longest kind hold, and on a GPU as many as there is
+    /// room for, up to those of `max_prompts`.
     pub full_pages: Option<u32>,
     /// Pages for layers of sliding-window attention; by default as many as `max_prompts` hold.
     pub window_pages: Option<u32>,
+    /// Share of each GPU's memory that a rank may take: where `full_pages` is not given, what weights and steps leave of it becomes pages.
+    /// Workers on one GPU must share it. Without meaning on the CPU.
+    pub gpu_memory_share: f64,
     /// Threads that compute the masks of constrained sequences while the engine computes.
     pub mask_threads: u32,
     /// The step loop.
@@ -70,6 +76,7 @@ impl Default for Config {
             max_prompts: 4,
             full_pages: None,
             window_pages: None,
+            gpu_memory_share: GPU_MEMORY_SHARE,
             mask_threads: 1,
             step_loop: StepLoopConfig::default(),
             transfer: TransferConfig::default(),
@@ -82,6 +89,7 @@ impl Validate for Config {
     fn validate(&self, problems: &mut Problems) {
         validate_name(&self.name, problems);
         validate_layout(self.layout, problems);
+        validate_memory_share(self.gpu_memory_share, problems);
         problems.check(self.layout.ep == 1, "layout.ep", "must be 1: prefill splits every expert over all ranks");
         problems.range("page_tokens", self.page_tokens, 1..=1_024);
         problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
@@ -117,7 +125,7 @@ impl Config {
             max_prompts: self.max_prompts,
             max_context_tokens: self.max_context_tokens,
             chunk_tokens: self.chunk_tokens,
-            full_pages: self.full_pages.unwrap_or(2 * longest),
+            full_pages: 0,
             window_pages: 0,
             lookahead: false,
             remembered_tickets: 4 * self.max_queued + 1_024,
@@ -137,6 +145,13 @@ impl Config {
             max_context_tokens: self.max_context_tokens,
         };
         engine.backend = open.choose_backend(self.backend, &engine)?;
+        let wanted =
+            PagesWanted { longest, most: self.max_prompts.max(2).saturating_mul(longest), on_cpu: 2 * longest };
+        scheduler.full_pages = match self.full_pages {
+            Some(pages) => pages,
+            None => open.full_pages(&engine, self.gpu_memory_share, wanted)?,
+        };
+        engine.full_pages = scheduler.full_pages;
         // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
         scheduler.lookahead = engine.backend == Backend::Cuda;
         Ok(Sizes { engine, scheduler })

@@ -181,6 +181,15 @@ pub struct EngineConfig {
     pub max_context_tokens: u32,
 }
 
+/// The default of `gpu_memory_share`: the rest is room for what other processes and the driver need.
+pub const GPU_MEMORY_SHARE: f64 = 0.9;
+
+/// Checks the share of a GPU's memory.
+pub fn validate_memory_share(share: f64, problems: &mut Problems) {
+    let is_share = share > 0.0 && share <= 1.0;
+    problems.check(is_share, "gpu_memory_share", format_args!("is {share}, a share lies above 0 and up to 1"));
+}
+
 /// Checks degrees of parallelism without knowing the model; whether they divide its heads is checked when it is opened.
 pub fn validate_layout(layout: types::ParallelLayout, problems: &mut Problems) {
     problems.range("layout.tp", layout.tp, 1..=64);

@@ -23,7 +23,7 @@ pub use error::WorkerError;
 pub use link::{NetworkConnector, serve_kv};
 pub use masks::{MaskThreads, Opening};
 pub use metrics::WorkerMetrics;
-pub use model_load::{LoadedModel, OpenModel};
+pub use model_load::{LoadedModel, OpenModel, PagesWanted};
 pub use runtime::Runtime;
 pub use service::WorkerService;
 pub use status::{LoadReport, Status};

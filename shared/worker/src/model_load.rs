@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use constraint::Compiler;
 use engine::KvListener;
 use engine::cpu::{self, CpuOptions, LoadProgress};
-use engine::cuda::{self, CudaOptions, Weights};
+use engine::cuda::{self, CudaOptions, MemoryNeeds, Weights};
 use engine::group::EngineGroup;
 use model::{Checkpoint, ModelConfig, RandomModel};
 use types::{KvLayout, ModelFingerprint, TokenId};
@@ -25,6 +25,17 @@ pub struct OpenModel {
     fingerprint: ModelFingerprint,
     vocabulary: Arc<Vocabulary>,
     masked_tokens: Vec<Range<TokenId>>,
+}
+
+/// How many full pages a worker could use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PagesWanted {
+    /// By one sequence of the longest kind: at least so many are needed.
+    pub longest: u32,
+    /// By all sequences that there may be: more would be of no use.
+    pub most: u32,
+    /// On the CPU, where memory is what the machine has.
+    pub on_cpu: u32,
 }
 
 /// Where the weights will come from.
@@ -136,6 +147,34 @@ impl OpenModel {
             Backend::Cuda => cuda::kv_layout(model, &self.cuda_options(config)),
             Backend::Cpu | Backend::Auto => cpu::kv_layout(model, &self.cpu_options(config)),
         })
+    }
+
+    /// Full pages to set aside where the config names none: on a GPU as many as fit into `gpu_memory_share` of its memory, up to
+    /// `wanted`; on the CPU `default`. `longest` is what one sequence of the longest kind takes.
+    ///
+    /// # Errors
+    /// `Config` when not even one such sequence fits; `Engine` when the GPU does not say how much memory it has.
+    pub fn full_pages(&self, config: &EngineConfig, share: f64, pages: PagesWanted) -> Result<u32, WorkerError> {
+        let PagesWanted { longest, most, on_cpu } = pages;
+        if config.backend != Backend::Cuda {
+            return Ok(on_cpu);
+        }
+        let needs = MemoryNeeds::of(self.config(), &self.cuda_options(config))?;
+        let total = cuda::gpu_memory_bytes(0)?;
+        let fit = needs.full_pages_within((total as f64 * share) as u64, config.window_pages);
+        if fit < u64::from(longest) {
+            let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+            return Err(WorkerError::Config(format!(
+                "a sequence of max_context_tokens ({}) takes {longest} pages, {fit} fit: gpu_memory_share {share} of {:.0} GiB less {:.1} GiB \
+                 for weights and a step leaves no more; lower max_context_tokens, raise gpu_memory_share, or take more gpus",
+                config.max_context_tokens,
+                gib(total),
+                gib(needs.fixed_bytes),
+            )));
+        }
+        let taken = fit.min(most.into()) as u32;
+        tracing::info!(role = %config.role, full_pages = taken, window_pages = config.window_pages, "kv cache is sized");
+        Ok(taken)
     }
 
     /// Reads or makes the weights and starts the ranks. Blocks, for minutes with a large model; `status` is told how far it has come.

@@ -1,0 +1,125 @@
+//! How much of a GPU's memory a rank takes, before it takes any.
+
+use device::Device;
+use model::{ModelConfig, ShardPlan, rank_bytes};
+use types::PageGroup;
+
+use super::{CudaOptions, kv_layout};
+use crate::EngineError;
+
+/// The CUDA context, kernels, graphs, partial sums, padding of weights, and buffers for collectives and transfers.
+const OVERHEAD_BYTES: u64 = 3 << 30;
+/// bf16.
+const ACTIVATION_BYTES: u64 = 2;
+/// For each slot and token of the vocabulary: a logit, a count, and a bias with its token, 4 bytes each.
+const SAMPLER_BYTES: u64 = 16;
+
+/// What the rank of a layout that needs most takes of its GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryNeeds {
+    /// Weights, activations, sampling state, and what the driver takes: everything but the pages.
+    pub fixed_bytes: u64,
+    /// A page for the layers of full attention.
+    pub full_page_bytes: u64,
+    /// A page for the layers of sliding-window attention.
+    pub window_page_bytes: u64,
+}
+
+impl MemoryNeeds {
+    /// Of a rank with weights as released; pages are counted by nobody yet.
+    ///
+    /// # Errors
+    /// [`EngineError::Layout`].
+    pub fn of(config: &ModelConfig, options: &CudaOptions) -> Result<Self, EngineError> {
+        let ranks =
+            ShardPlan::all(config, options.layout)?.into_iter().map(|plan| Self::of_rank(config, options, &plan));
+        // A layout has one rank at least, and every rank the same pages.
+        Ok(ranks.max_by_key(|needs| needs.fixed_bytes).expect("a layout has ranks"))
+    }
+
+    fn of_rank(config: &ModelConfig, options: &CudaOptions, plan: &ShardPlan) -> Self {
+        let (slots, tokens) = (u64::from(options.max_slots), u64::from(options.max_step_tokens.max(options.max_slots)));
+        let (hidden, top) = (config.hidden_size as u64, config.experts_per_token as u64);
+        let q = (plan.heads.len() * config.head_dim) as u64;
+        let kv = (plan.kv_heads.len() * config.head_dim) as u64;
+        // The residual stream three times, q k v, queries and attention, and for each expert of a token its input, units and output.
+        let widths = 3 * hidden + (q + 2 * kv) + 2 * q + top * (2 * hidden + plan.units.len() as u64);
+        let activations = tokens * (widths * ACTIVATION_BYTES + 4 * config.num_experts as u64);
+        let sampling = slots * config.vocab_size as u64 * SAMPLER_BYTES;
+        let layout = kv_layout(config, options);
+        let page_bytes = |group: PageGroup| {
+            layout.layers(group).len() as u64 * plan.kv_heads.len() as u64 * layout.head_bytes() as u64
+        };
+        Self {
+            fixed_bytes: rank_bytes(config, plan) + activations + sampling + OVERHEAD_BYTES,
+            full_page_bytes: page_bytes(PageGroup::Full),
+            window_page_bytes: page_bytes(PageGroup::Window),
+        }
+    }
+
+    /// Full pages that fit into `bytes` beside everything else, `window_pages` included.
+    #[must_use]
+    pub const fn full_pages_within(&self, bytes: u64, window_pages: u32) -> u64 {
+        let taken = self.fixed_bytes + self.window_page_bytes * window_pages as u64;
+        bytes.saturating_sub(taken) / self.full_page_bytes
+    }
+}
+
+/// Bytes of a GPU's memory, in total. Opens a context on it for the moment.
+///
+/// # Errors
+/// [`EngineError::Gpu`] without driver or such a GPU.
+pub fn gpu_memory_bytes(ordinal: u32) -> Result<u64, EngineError> {
+    let (_, total) = Device::open(ordinal)?.memory_bytes()?;
+    Ok(total as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use types::ParallelLayout;
+
+    use super::*;
+    use crate::cuda::Precision;
+
+    fn options(layout: ParallelLayout, max_slots: u32, max_step_tokens: u32) -> CudaOptions {
+        CudaOptions {
+            layout,
+            routing: Precision::Bf16,
+            page_tokens: 64,
+            full_pages: 1,
+            window_pages: 1,
+            max_slots,
+            max_step_tokens,
+            max_context_tokens: 131_072,
+            publish_layers: None,
+            masked_tokens: Vec::new(),
+            first_device: 0,
+        }
+    }
+
+    #[test]
+    fn a_page_of_120b_and_what_fits_on_an_h200() {
+        let config = ModelConfig::gpt_oss_120b();
+        let needs = MemoryNeeds::of(&config, &options(ParallelLayout::tp(1), 128, 128)).unwrap();
+        // 18 layers, 8 heads, keys and values of 64 positions and 64 channels in bf16.
+        assert_eq!(
+            (needs.full_page_bytes, needs.window_page_bytes),
+            (18 * 8 * 2 * 64 * 64 * 2, 18 * 8 * 2 * 64 * 64 * 2)
+        );
+        let gib = needs.fixed_bytes as f64 / f64::from(1 << 30);
+        assert!((63.0..66.0).contains(&gib), "{gib} GiB");
+        let h200 = 139 << 30;
+        let tokens = 64 * needs.full_pages_within(h200 * 9 / 10, 500);
+        assert!((1_600_000..2_000_000).contains(&tokens), "{tokens} tokens");
+        assert_eq!(needs.full_pages_within(60 << 30, 500), 0);
+    }
+
+    #[test]
+    fn ranks_share_weights_and_heads() {
+        let config = ModelConfig::gpt_oss_120b();
+        let one = MemoryNeeds::of(&config, &options(ParallelLayout::tp(1), 4, 8192)).unwrap();
+        let four = MemoryNeeds::of(&config, &options(ParallelLayout { tp: 4, ep: 4, dp: 1 }, 4, 8192)).unwrap();
+        assert_eq!(four.full_page_bytes * 4, one.full_page_bytes);
+        assert!(four.fixed_bytes < one.fixed_bytes / 3);
+    }
+}

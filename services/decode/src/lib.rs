@@ -21,6 +21,7 @@ use scheduler::DecodeScheduler;
 use transfer::host::HostReceiver;
 use transfer::{Arrival, ArrivalSink, ArrivalSlot, SinkClosed};
 use types::{KvEndpoint, Role, WorkerDescription};
+use wire::pb::decode_server::DecodeServer;
 use worker::{Mailbox, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, serve_kv, step_loop};
 
 pub use config::Config;
@@ -48,7 +49,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     let admin = runtime.bind("admin", &config.admin_listen).await?;
     let listener = runtime.bind("grpc", &config.listen).await?;
     let kv_listener = runtime.bind("kv", &config.kv_listen).await?;
-    let kv_address = config.kv_advertise.clone().unwrap_or_else(|| kv_listener.local().clone());
+    let kv_address = config.kv_advertise.clone().unwrap_or_else(|| worker::advertised(kv_listener.local()));
     let description = Arc::new(WorkerDescription {
         peer: runtime.peer.clone(),
         role: Role::Decode,
@@ -78,7 +79,11 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         on_drain.clone(),
     );
     let decode = DecodeService::new(&config, description, Arc::clone(&runtime.status), mailbox.clone());
-    let router = grpc::server().add_service(wire::server::worker(worker)).add_service(wire::server::decode(decode));
+    let health = runtime.health_routes::<DecodeServer<DecodeService>>();
+    let router = grpc::server()
+        .add_routes(health)
+        .add_service(wire::server::worker(worker))
+        .add_service(wire::server::decode(decode));
     grpc::serve(&runtime.tasks, "grpc", listener, router);
     serve_kv(&runtime.tasks, kv_listener, Arc::clone(&receiver));
 

@@ -22,6 +22,7 @@ use tokio_util::task::TaskTracker;
 use transfer::Lanes;
 use transfer::host::HostSender;
 use types::{KvLayout, Role, WorkerDescription};
+use wire::pb::prefill_server::PrefillServer;
 use worker::{NetworkConnector, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, step_loop};
 
 pub use config::Config;
@@ -91,7 +92,11 @@ async fn run_with_lanes(
         lanes,
         runtime.tasks.clone(),
     );
-    let router = grpc::server().add_service(wire::server::worker(worker)).add_service(wire::server::prefill(prefill));
+    let health = runtime.health_routes::<PrefillServer<PrefillService>>();
+    let router = grpc::server()
+        .add_routes(health)
+        .add_service(wire::server::worker(worker))
+        .add_service(wire::server::prefill(prefill));
     grpc::serve(&runtime.tasks, "grpc", listener, router);
 
     let exporter = Arc::new(Exporter::default());

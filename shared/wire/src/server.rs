@@ -64,9 +64,14 @@ pub fn health_and_reflection<S: NamedService>() -> (HealthReporter, Routes) {
     (reporter, Routes::new(health).add_service(current).add_service(older))
 }
 
+/// Says under any name whether it is served.
+pub async fn set_named_serving(reporter: &HealthReporter, name: &str, serving: bool) {
+    let status = if serving { tonic_health::ServingStatus::Serving } else { tonic_health::ServingStatus::NotServing };
+    reporter.set_service_status(name, status).await;
+}
+
 /// Says under the service's own name and under `""` (the whole server) whether requests are served.
 pub async fn set_serving<S: NamedService>(reporter: &HealthReporter, serving: bool) {
-    let status = if serving { tonic_health::ServingStatus::Serving } else { tonic_health::ServingStatus::NotServing };
-    reporter.set_service_status(S::NAME, status).await;
-    reporter.set_service_status("", status).await;
+    set_named_serving(reporter, S::NAME, serving).await;
+    set_named_serving(reporter, "", serving).await;
 }

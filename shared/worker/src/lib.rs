@@ -20,7 +20,7 @@ pub mod step_loop;
 pub use backend::Backend;
 pub use config::{EngineConfig, ModelSource, NumericsConfig, StepLoopConfig};
 pub use error::WorkerError;
-pub use link::{NetworkConnector, serve_kv};
+pub use link::{NetworkConnector, advertised, serve_kv};
 pub use masks::{MaskThreads, Opening};
 pub use metrics::WorkerMetrics;
 pub use model_load::{LoadedModel, OpenModel, PagesWanted};

@@ -8,7 +8,9 @@ use chassis::tasks::Tasks;
 use chassis::{Metrics, Shutdown};
 use constraint::Compiler;
 use tokio::sync::oneshot;
-use types::{Incarnation, PeerId, WorkerId};
+use tonic::server::NamedService;
+use tonic::service::Routes;
+use types::{Incarnation, PeerId, WorkerId, WorkerState};
 
 use crate::config::StepLoopConfig;
 use crate::error::WorkerError;
@@ -16,6 +18,9 @@ use crate::masks::MaskThreads;
 use crate::metrics::WorkerMetrics;
 use crate::status::Status;
 use crate::step_loop::{Driver, StepLoop};
+
+/// The name under which gRPC's health service tells whether the worker makes progress, for liveness probes.
+pub const LIVE: &str = "live";
 
 /// The frame of one running worker.
 pub struct Runtime {
@@ -71,6 +76,24 @@ impl Runtime {
             metrics: self.registry.clone(),
         };
         http::serve_admin(&self.tasks, listener, admin);
+    }
+
+    /// gRPC's health service and reflection. Health follows the worker's state: `S` and `""` serve while requests are served, [`LIVE`] as long
+    /// as a restart would be no remedy.
+    pub fn health_routes<S: NamedService>(&self) -> Routes {
+        let (reporter, routes) = wire::server::health_and_reflection::<S>();
+        let mut changes = self.status.changes();
+        self.tasks.spawn_background("health", async move {
+            loop {
+                let state = *changes.borrow_and_update();
+                wire::server::set_serving::<S>(&reporter, state == WorkerState::Ready).await;
+                wire::server::set_named_serving(&reporter, LIVE, state != WorkerState::Stuck).await;
+                if changes.changed().await.is_err() {
+                    break;
+                }
+            }
+        });
+        routes
     }
 
     /// Runs `work`, which blocks, on a thread of its own; in a simulation, where no time passes meanwhile, right here. `None` when the order

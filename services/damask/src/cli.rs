@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::chat::ChatArgs;
 use crate::config::ConfigCommand;
+use crate::doctor::DoctorArgs;
 use crate::health::HealthArgs;
 use crate::serve::Role;
 use crate::up::UpArgs;
@@ -50,6 +51,8 @@ pub(crate) enum Command {
     Config(ConfigCommand),
     /// Ask a service's admin port how it is; exit code 0 if well.
     Health(HealthArgs),
+    /// Look at driver, GPUs, links, NCCL and container settings, and say what to change.
+    Doctor(DoctorArgs),
 }
 
 /// Options of the four services.
@@ -85,6 +88,7 @@ impl Cli {
             Command::Up(args) => runtime()?.block_on(crate::up::up(args, options, grace)),
             Command::Chat(args) => runtime()?.block_on(crate::up::chat(args, options, grace)),
             Command::Config(command) => command.run(),
+            Command::Doctor(args) => crate::doctor::doctor(&args),
             Command::Health(args) => runtime()?.block_on(crate::health::health(&args)),
         }
     }

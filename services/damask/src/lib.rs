@@ -12,6 +12,7 @@ use clap::Parser;
 mod chat;
 mod cli;
 mod config;
+mod doctor;
 mod health;
 mod serve;
 mod sse;

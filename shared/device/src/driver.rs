@@ -164,6 +164,11 @@ impl DeviceShared {
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
+    /// The device as the driver names it.
+    pub(crate) const fn raw(&self) -> CUdevice {
+        self.device
+    }
+
     pub(crate) fn register(&self, stream: &Arc<StreamShared>) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         streams.retain(|stream| stream.strong_count() > 0);

@@ -13,6 +13,8 @@
 mod driver;
 mod error;
 mod graph;
+mod link;
+mod link_bench;
 mod memory;
 mod module;
 pub mod nccl;
@@ -23,6 +25,8 @@ mod tensor_map;
 pub use driver::{Device, probe};
 pub use error::{DeviceError, Result};
 pub use graph::Graph;
+pub use link::{Link, driver_version};
+pub use link_bench::LinkBench;
 pub use memory::{DeviceBuffer, DevicePtr, DevicePtrMut, View, ViewMut};
 pub use module::{Kernel, KernelArgs, LaunchConfig, Module};
 pub use pinned::{Landing, PinnedBuffer};

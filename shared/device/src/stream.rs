@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
 use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUgraph, CUresult, CUstream, CUstream_flags};
@@ -300,6 +302,16 @@ impl Event {
     /// `Driver`, also for failures of earlier asynchronous work.
     pub fn wait(&self) -> Result<()> {
         self.shared.wait()
+    }
+
+    /// Waits for it, but no longer than `bound`; whether it has passed. For work that another process may never let end.
+    #[must_use]
+    pub fn passes_within(&self, bound: Duration) -> bool {
+        let started = Instant::now();
+        while !self.is_done() && started.elapsed() < bound {
+            thread::sleep(Duration::from_micros(100));
+        }
+        self.is_done()
     }
 
     /// Device time from `earlier` to this event, in microseconds. Both must have passed.

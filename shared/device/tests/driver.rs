@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests fail as tests do
 
-use device::{Device, DeviceError, PinnedBuffer, probe};
+use device::{Device, DeviceError, PinnedBuffer, driver_version, probe};
 
 fn open() -> Option<Device> {
     match Device::open(0) {
@@ -24,6 +24,24 @@ fn a_missing_gpu_is_an_error_and_never_a_panic() {
             assert!(matches!(Device::open(0), Err(DeviceError::Unavailable { .. })));
         }
     }
+}
+
+#[test]
+fn the_driver_tells_its_version_or_is_missing() {
+    match driver_version() {
+        Ok((major, _)) => assert!(major >= 13 || probe().is_err(), "a driver that is too old is of no use"),
+        Err(error) => assert!(matches!(error, DeviceError::Unavailable { .. }), "{error}"),
+    }
+}
+
+#[test]
+fn links_between_gpus_are_told() {
+    let Some(first) = open() else { return };
+    assert!(first.pci_address().unwrap().contains(':'));
+    let Ok(second) = Device::open(1) else { return eprintln!("skipped: one GPU") };
+    let (there, back) = (first.link_to(&second).unwrap(), second.link_to(&first).unwrap());
+    assert_eq!(there, back);
+    assert!(there.peer_access || !there.native_atomics, "{there:?}");
 }
 
 #[test]

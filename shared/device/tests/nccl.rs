@@ -53,11 +53,7 @@ fn as_two_ranks<R: Send + 'static>(
 
 /// Waits for the stream without hanging the test.
 fn finished(stream: &Stream, within: Duration) -> bool {
-    let (event, started) = (stream.record().unwrap(), Instant::now());
-    while !event.is_done() && started.elapsed() < within {
-        thread::sleep(Duration::from_millis(1));
-    }
-    event.is_done()
+    stream.record().unwrap().passes_within(within)
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! `damask chat`: asks one question and streams the answer to the terminal.
 
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 
 use anyhow::{Context, bail};
 use clap::Args;
 use futures_util::StreamExt;
 use serde_json::{Value, json};
 
+use crate::placement::{Placement, PlacementArgs};
 use crate::sse::EventStream;
 
 /// Ask one question.
@@ -17,7 +19,7 @@ pub(crate) struct ChatArgs {
     /// A running gateway, for example http://127.0.0.1:8000; without it a private stack is started for this question.
     #[arg(long, env = "DAMASK_URL")]
     url: Option<String>,
-    /// Model name to send; the first one that the gateway lists if absent.
+    /// Model name to send to --url, by default the first one that the gateway lists; for a private stack, the model's directory.
     #[arg(long)]
     model: Option<String>,
     /// Instructions sent as system message.
@@ -35,9 +37,19 @@ pub(crate) struct ChatArgs {
     /// API key, if the gateway asks for one.
     #[arg(long, env = "DAMASK_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    #[command(flatten)]
+    placement: PlacementArgs,
 }
 
 impl ChatArgs {
+    /// What a private stack would serve.
+    ///
+    /// # Errors
+    /// What cannot be.
+    pub(crate) fn place(&self) -> anyhow::Result<Placement> {
+        self.placement.place(self.model.as_deref().map(Path::new))
+    }
+
     /// The gateway to ask, if the caller named one.
     pub(crate) fn url(&self) -> Option<&str> {
         self.url.as_deref()
@@ -74,7 +86,7 @@ pub(crate) async fn ask(args: &ChatArgs, url: &str) -> anyhow::Result<()> {
         Some(key) => request.bearer_auth(key),
         None => request,
     };
-    let model = match &args.model {
+    let model = match args.model.as_ref().filter(|_| args.url.is_some()) {
         Some(model) => model.clone(),
         None => first_model(with_key(client.get(format!("{url}/v1/models"))), url).await?,
     };

@@ -7,11 +7,15 @@ use anyhow::Context;
 use chassis::logs::LogFormat;
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::BenchArgs;
 use crate::chat::ChatArgs;
 use crate::config::ConfigCommand;
 use crate::doctor::DoctorArgs;
 use crate::health::HealthArgs;
+use crate::node::NodeArgs;
+use crate::plan::PlanArgs;
 use crate::serve::Role;
+use crate::sweep::SweepArgs;
 use crate::up::UpArgs;
 
 /// Serve gpt-oss with separate prefill and decode.
@@ -44,8 +48,16 @@ pub(crate) enum Command {
     Decode(ServeArgs),
     /// Run the whole stack on this machine: all four services as child processes.
     Up(UpArgs),
+    /// Run the workers of one node as child processes, for one container that owns all GPUs.
+    Node(NodeArgs),
     /// Ask one question.
     Chat(ChatArgs),
+    /// Load a running gateway over HTTP and measure what its clients see.
+    Bench(BenchArgs),
+    /// Measure the engine on the GPUs: prefill by prompt length, decode steps by batch and context.
+    Sweep(SweepArgs),
+    /// Compute $ per million tokens of each layout from sweeps.
+    Plan(PlanArgs),
     /// Check or print a service's configuration.
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -86,7 +98,11 @@ impl Cli {
             Command::Prefill(args) => serve(Role::Prefill, &args, grace),
             Command::Decode(args) => serve(Role::Decode, &args, grace),
             Command::Up(args) => runtime()?.block_on(crate::up::up(args, options, grace)),
+            Command::Node(args) => runtime()?.block_on(crate::node::node(args, options, grace)),
             Command::Chat(args) => runtime()?.block_on(crate::up::chat(args, options, grace)),
+            Command::Bench(args) => runtime()?.block_on(args.run()),
+            Command::Sweep(args) => args.run(),
+            Command::Plan(args) => args.run(),
             Command::Config(command) => command.run(),
             Command::Doctor(args) => crate::doctor::doctor(&args),
             Command::Health(args) => runtime()?.block_on(crate::health::health(&args)),

@@ -1,4 +1,4 @@
-//! `damask health`: one question to an admin port, for container health checks.
+//! `damask health`: one question to one admin port or several, for container health checks.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use clap::Args;
 /// Ask a service's admin port how it is.
 #[derive(Debug, Args)]
 pub(crate) struct HealthArgs {
-    /// The admin port, host:port.
+    /// The admin port, host:port; given several times, all must be well.
     #[arg(long, default_value = "127.0.0.1:8002")]
-    admin: String,
+    admin: Vec<String>,
     /// Ask whether it is alive (if not, only a restart helps) instead of whether it can serve now.
     #[arg(long)]
     live: bool,
@@ -24,9 +24,17 @@ pub(crate) struct HealthArgs {
 /// # Errors
 /// The reason that the service gives for not being well, or that it cannot be reached.
 pub(crate) async fn health(args: &HealthArgs) -> anyhow::Result<()> {
-    let path = if args.live { "live" } else { "ready" };
-    let url = format!("http://{}/health/{path}", args.admin);
     let client = reqwest::Client::builder().timeout(Duration::from_millis(args.timeout_ms)).build()?;
+    for admin in &args.admin {
+        let asked = ask(&client, admin, args.live).await;
+        if args.admin.len() > 1 { asked.with_context(|| admin.clone())? } else { asked? }
+    }
+    println!("ok");
+    Ok(())
+}
+
+async fn ask(client: &reqwest::Client, admin: &str, live: bool) -> anyhow::Result<()> {
+    let url = format!("http://{admin}/health/{}", if live { "live" } else { "ready" });
     let sent = client.get(&url).send().await.map_err(reqwest::Error::without_url);
     let response = sent.with_context(|| format!("no answer from {url}"))?;
     let status = response.status();
@@ -34,6 +42,5 @@ pub(crate) async fn health(args: &HealthArgs) -> anyhow::Result<()> {
     if !status.is_success() {
         bail!("{}", body["reason"].as_str().unwrap_or("not well"));
     }
-    println!("ok");
     Ok(())
 }

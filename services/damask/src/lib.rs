@@ -9,15 +9,22 @@ use std::process::ExitCode;
 use chassis::logs::LogFormat;
 use clap::Parser;
 
+mod bench;
 mod chat;
 mod cli;
 mod config;
 mod doctor;
+mod fleet;
 mod health;
+mod node;
+mod placement;
+mod plan;
 mod serve;
 mod sse;
 mod stack;
+mod stack_config;
 mod supervisor;
+mod sweep;
 mod up;
 
 /// Exit code of wrong arguments or configuration: a restart would not help.
@@ -57,6 +64,7 @@ pub fn main() -> ExitCode {
 /// Whether the configuration is at fault: the file itself, or that it does not fit the model.
 fn is_usage(error: &anyhow::Error) -> bool {
     error.is::<chassis::config::ConfigError>()
+        || error.is::<supervisor::Refused>()
         || error.downcast_ref().is_some_and(|error| matches!(error, worker::WorkerError::Config(_)))
 }
 

@@ -2,17 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use serde::Serialize;
-use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use types::Role;
+use worker::ModelSource;
 
+use crate::fleet::Fleet;
+use crate::stack_config;
 use crate::supervisor::{Pids, Service, supervise};
 
 /// What to run, and how spread.
@@ -20,14 +23,12 @@ use crate::supervisor::{Pids, Service, supervise};
 pub(crate) struct StackOptions {
     /// Where the OpenAI API listens; gRPC `Gateway` takes the next port. Port 0 takes free ones.
     pub(crate) listen: SocketAddr,
-    /// Model directory; the embedded gpt-oss-nano if absent.
-    pub(crate) model: Option<PathBuf>,
-    /// Prefill's tensor parallelism.
-    pub(crate) prefill_tp: u32,
-    /// Decode's tensor parallelism.
-    pub(crate) decode_tp: u32,
-    /// Ways in which decode splits the experts.
-    pub(crate) decode_ep: u32,
+    /// What is served.
+    pub(crate) model: ModelSource,
+    /// The workers.
+    pub(crate) fleet: Fleet,
+    /// Whether they compute on GPUs.
+    pub(crate) on_gpus: bool,
     /// Longest context.
     pub(crate) max_context_tokens: Option<u32>,
     /// How long each service may drain.
@@ -47,34 +48,38 @@ pub(crate) struct Addresses {
     pub(crate) gateway: SocketAddr,
     /// gRPC `damask.v1.Inference`.
     pub(crate) router: SocketAddr,
-    /// gRPC of the prefill worker.
+    /// gRPC of the first prefill worker.
     pub(crate) prefill: SocketAddr,
-    /// gRPC of the decode worker.
+    /// gRPC of the first decode worker.
     pub(crate) decode: SocketAddr,
+    /// gRPC of every worker, by name.
+    pub(crate) workers: BTreeMap<String, SocketAddr>,
     /// Health and metrics, by service.
-    pub(crate) admin: BTreeMap<&'static str, SocketAddr>,
+    pub(crate) admin: BTreeMap<String, SocketAddr>,
     /// Process ids, by service.
-    pub(crate) pids: BTreeMap<&'static str, u32>,
+    pub(crate) pids: BTreeMap<String, u32>,
 }
 
 /// A service that is not gone so long after its grace is killed.
-const KILL_AFTER_GRACE: Duration = Duration::from_secs(2);
-
-/// The order in which services drain: none before those that call it.
-const DRAIN_ORDER: [&str; 4] = ["gateway", "router", "prefill", "decode"];
+pub(crate) const KILL_AFTER_GRACE: Duration = Duration::from_secs(2);
 
 /// Running services.
 pub(crate) struct Stack {
     addresses: Addresses,
     pids: Pids,
     has_served: Arc<AtomicBool>,
-    stops: Vec<(&'static str, watch::Sender<bool>)>,
-    running: JoinSet<(&'static str, anyhow::Result<()>)>,
+    /// In the order in which services drain: none before those that call it.
+    stops: Vec<(String, watch::Sender<bool>)>,
+    running: JoinSet<(String, anyhow::Result<()>)>,
     _folder: tempfile::TempDir,
 }
 
-/// Sockets of one service by the name under which it binds them.
-type Sockets = Vec<(&'static str, TcpListener)>;
+/// A service's subcommand and name, and its sockets by the name under which it binds them.
+struct Bound {
+    role: &'static str,
+    name: String,
+    sockets: Vec<(&'static str, TcpListener)>,
+}
 
 impl Stack {
     /// Binds every socket, writes the config files and starts the services. Returns at once; see [`Self::wait_ready`].
@@ -82,23 +87,25 @@ impl Stack {
     /// # Errors
     /// A taken port; a program or folder that cannot be used.
     pub(crate) fn start(options: &StackOptions) -> anyhow::Result<Self> {
-        let (addresses, sockets) = bind_all(options)?;
+        let (addresses, bound) = bind_all(options)?;
         let folder =
             tempfile::Builder::new().prefix("damask-").tempdir().context("cannot make a folder for config files")?;
-        let configs = configs(options, &addresses);
         let pids = Pids::default();
         let has_served = Arc::new(AtomicBool::new(false));
         let mut running = JoinSet::new();
         let grace = options.drain_grace + KILL_AFTER_GRACE;
         let mut stops = Vec::new();
-        for ((name, sockets), config) in sockets.into_iter().zip(configs) {
+        for Bound { role, name, sockets } in bound {
             let path = folder.path().join(format!("{name}.yaml"));
+            let config = stack_config::of(options, &addresses, &name);
             std::fs::write(&path, serde_yaml::to_string(&config)?)
                 .with_context(|| format!("cannot write {}", path.display()))?;
-            let service = Service { name, config: path, sockets, options: options.options.clone() };
+            let environment = stack_config::environment(options, &name)?;
+            let options = options.options.clone();
+            let service = Service { role, name: name.clone(), config: path, sockets, options, environment };
             let (stop, stopped) = watch::channel(false);
-            let (pids, has_served) = (pids.clone(), Arc::clone(&has_served));
-            running.spawn(async move { (name, supervise(service, stopped, grace, pids, has_served).await) });
+            let (pids, has_served, ended) = (pids.clone(), Arc::clone(&has_served), name.clone());
+            running.spawn(async move { (ended, supervise(service, stopped, grace, pids, has_served).await) });
             stops.push((name, stop));
         }
         Ok(Self { addresses, pids, has_served, stops, running, _folder: folder })
@@ -118,7 +125,7 @@ impl Stack {
         let client = reqwest::Client::builder().timeout(Duration::from_secs(2)).build()?;
         loop {
             let mut loading = Loading::default();
-            for worker in ["prefill", "decode"] {
+            for worker in self.addresses.workers.keys() {
                 if let Some(metrics) = get(&client, self.addresses.admin[worker], "metrics").await {
                     loading.add(&metrics);
                 }
@@ -152,15 +159,14 @@ impl Stack {
     /// The first service that did not end well; the others are drained all the same.
     pub(crate) async fn drain(mut self) -> anyhow::Result<()> {
         let mut first_failure = Ok(());
-        for name in DRAIN_ORDER {
-            let Some((_, stop)) = self.stops.iter().find(|(own, _)| *own == name) else { continue };
+        for (name, stop) in &self.stops {
             stop.send_replace(true);
             while let Some(ended) = self.running.join_next().await {
                 let (ended, outcome) = ended?;
                 if first_failure.is_ok() {
                     first_failure = outcome.with_context(|| format!("{ended} failed"));
                 }
-                if ended == name {
+                if ended == *name {
                     break;
                 }
             }
@@ -195,7 +201,7 @@ async fn get(client: &reqwest::Client, admin: SocketAddr, path: &str) -> Option<
     response.error_for_status().ok()?.text().await.ok()
 }
 
-fn failure((name, outcome): (&'static str, anyhow::Result<()>)) -> anyhow::Result<()> {
+fn failure((name, outcome): (String, anyhow::Result<()>)) -> anyhow::Result<()> {
     outcome?;
     bail!("{name} ended by itself")
 }
@@ -212,51 +218,65 @@ pub(crate) fn write_ready_file(path: &Path, addresses: &Addresses) -> anyhow::Re
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Binds the sockets of all services, in the order of [`configs`].
-fn bind_all(options: &StackOptions) -> anyhow::Result<(Addresses, Vec<(&'static str, Sockets)>)> {
+/// Binds the sockets of all services. They come in the order in which they drain.
+fn bind_all(options: &StackOptions) -> anyhow::Result<(Addresses, Vec<Bound>)> {
     let listen = options.listen;
-    let named = |socket: SocketAddr, option: &str| {
-        TcpListener::bind(socket)
-            .with_context(|| format!("cannot listen on {socket}; another address can be given with {option}"))
-    };
-    let http = named(listen, "--listen")?;
+    let http = TcpListener::bind(listen)
+        .with_context(|| format!("cannot listen on {listen}; another address can be given with --listen"))?;
     let gateway_port = if listen.port() == 0 { 0 } else { listen.port().saturating_add(1) };
-    let ip = listen.ip();
-    let gateway = internal(SocketAddr::new(ip, gateway_port), "gateway gRPC")?;
+    let gateway = internal(SocketAddr::new(listen.ip(), gateway_port), "gateway gRPC")?;
     let port = |documented: u16, name: &str| {
         let port = if options.documented_ports { documented } else { 0 };
         internal(SocketAddr::from(([127, 0, 0, 1], port)), name)
     };
-    let (router, prefill, decode) = (port(9000, "router")?, port(9100, "prefill")?, port(9200, "decode")?);
-    let kv = port(0, "kv")?;
-    let admins = [
-        port(8002, "gateway admin")?,
-        port(9001, "router admin")?,
-        port(9101, "prefill admin")?,
-        port(9201, "decode admin")?,
+    let (router, gateway_admin, router_admin) =
+        (port(9000, "router")?, port(8002, "gateway admin")?, port(9001, "router admin")?);
+    let (http_address, gateway_address, router_address) =
+        (http.local_addr()?, gateway.local_addr()?, router.local_addr()?);
+    let mut admin = BTreeMap::from([
+        ("gateway".to_owned(), gateway_admin.local_addr()?),
+        ("router".to_owned(), router_admin.local_addr()?),
+    ]);
+    let service = |name: &'static str, sockets| Bound { role: name, name: name.to_owned(), sockets };
+    let mut bound = vec![
+        service("gateway", vec![("http", http), ("grpc", gateway), ("admin", gateway_admin)]),
+        service("router", vec![("grpc", router), ("admin", router_admin)]),
     ];
-    let names = ["gateway", "router", "prefill", "decode"];
-    let mut admin = BTreeMap::new();
-    for (name, socket) in names.iter().zip(&admins) {
-        admin.insert(*name, socket.local_addr()?);
+    let mut workers = BTreeMap::new();
+    for (role, first_port) in [(Role::Prefill, 9100), (Role::Decode, 9200)] {
+        for (worker, port_offset) in options.fleet.of(role).zip((0..).step_by(10)) {
+            let name = worker.name.clone();
+            let grpc = port(first_port + port_offset, &name)?;
+            let worker_admin = port(first_port + port_offset + 1, &format!("{name} admin"))?;
+            workers.insert(name.clone(), grpc.local_addr()?);
+            admin.insert(name.clone(), worker_admin.local_addr()?);
+            let mut sockets = vec![("grpc", grpc), ("admin", worker_admin)];
+            if role == Role::Decode {
+                sockets.push(("kv", port(0, "kv")?));
+            }
+            bound.push(Bound { role: role_name(role), name, sockets });
+        }
     }
+    let first = |role: Role| options.fleet.of(role).next().map(|worker| workers[&worker.name]);
     let addresses = Addresses {
-        http: http.local_addr()?,
-        gateway: gateway.local_addr()?,
-        router: router.local_addr()?,
-        prefill: prefill.local_addr()?,
-        decode: decode.local_addr()?,
+        http: http_address,
+        gateway: gateway_address,
+        router: router_address,
+        prefill: first(Role::Prefill).context("a stack has a prefill worker")?,
+        decode: first(Role::Decode).context("a stack has a decode worker")?,
+        workers,
         admin,
         pids: BTreeMap::new(),
     };
-    let [gateway_admin, router_admin, prefill_admin, decode_admin] = admins;
-    let sockets = vec![
-        ("gateway", vec![("http", http), ("grpc", gateway), ("admin", gateway_admin)]),
-        ("router", vec![("grpc", router), ("admin", router_admin)]),
-        ("prefill", vec![("grpc", prefill), ("admin", prefill_admin)]),
-        ("decode", vec![("grpc", decode), ("admin", decode_admin), ("kv", kv)]),
-    ];
-    Ok((addresses, sockets))
+    Ok((addresses, bound))
+}
+
+/// A worker's subcommand.
+const fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+    }
 }
 
 /// Internal services have documented ports, but which one it is matters only to who looks inside: a taken one is replaced.
@@ -268,43 +288,6 @@ fn internal(address: SocketAddr, name: &str) -> anyhow::Result<TcpListener> {
         tracing::warn!(service = name, wanted = %address, instead = %socket.local_addr()?, "port is taken");
         Ok(socket)
     })
-}
-
-/// The services' config files, in the order of [`bind_all`].
-fn configs(options: &StackOptions, addresses: &Addresses) -> [Value; 4] {
-    let model = match &options.model {
-        Some(dir) => json!(dir),
-        None => json!("embedded-nano"),
-    };
-    let admin = |name: &str| addresses.admin[name].to_string();
-    let gateway = json!({
-        "listen": addresses.http.to_string(),
-        "grpc_listen": addresses.gateway.to_string(),
-        "admin_listen": admin("gateway"),
-        "router": addresses.router.to_string(),
-        "model": model,
-    });
-    let router = json!({
-        "listen": addresses.router.to_string(),
-        "admin_listen": admin("router"),
-        "workers": {"prefill": [addresses.prefill.to_string()], "decode": [addresses.decode.to_string()]},
-    });
-    let worker = |name: &str, listen: SocketAddr, tp: u32, ep: u32| {
-        let mut config = json!({
-            "name": name,
-            "listen": listen.to_string(),
-            "admin_listen": admin(name),
-            "model": model,
-            "layout": {"tp": tp, "ep": ep},
-        });
-        if let Some(max_context_tokens) = options.max_context_tokens {
-            config["max_context_tokens"] = max_context_tokens.into();
-        }
-        config
-    };
-    let prefill = worker("prefill", addresses.prefill, options.prefill_tp, 1);
-    let decode = worker("decode", addresses.decode, options.decode_tp, options.decode_ep);
-    [gateway, router, prefill, decode]
 }
 
 #[cfg(test)]

@@ -24,23 +24,28 @@ const BACKOFF_MAX: Duration = Duration::from_secs(10);
 /// A child that lived this long is taken for healthy: its next death starts with the shortest wait again.
 const HEALTHY_AFTER: Duration = Duration::from_secs(30);
 
-/// One service to run: `damask NAME --config FILE` with sockets that the supervisor keeps open over restarts.
+/// One service to run: `damask ROLE --config FILE` with sockets that the supervisor keeps open over restarts.
 pub(crate) struct Service {
     /// Subcommand.
-    pub(crate) name: &'static str,
+    pub(crate) role: &'static str,
+    /// What people call it; unique.
+    pub(crate) name: String,
     /// Its config file.
     pub(crate) config: PathBuf,
     /// Sockets by the name that the service binds.
     pub(crate) sockets: Vec<(&'static str, TcpListener)>,
     /// Global options, passed on.
     pub(crate) options: Vec<String>,
+    /// Set in its environment.
+    pub(crate) environment: Vec<(String, String)>,
 }
 
 impl Service {
     fn start(&self) -> anyhow::Result<Child> {
         let program = std::env::current_exe().context("cannot find this program's own file")?;
         let mut command = std::process::Command::new(program);
-        command.args(&self.options).arg(self.name).arg("--config").arg(&self.config);
+        command.args(&self.options).arg(self.role).arg("--config").arg(&self.config);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         // Its own group: Ctrl-C reaches the supervisor alone, which then drains its children in order.
         command.env(SUPERVISED, "1").stdin(Stdio::piped()).process_group(0);
         let sockets: Vec<_> = self.sockets.iter().map(|(name, socket)| (*name, socket)).collect();
@@ -49,8 +54,20 @@ impl Service {
     }
 }
 
+/// A service ended with the exit code of a refused configuration: a restart would not help.
+#[derive(Debug)]
+pub(crate) struct Refused(String);
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} refused its configuration", self.0)
+    }
+}
+
+impl std::error::Error for Refused {}
+
 /// Process ids of running children by service; changed at each start and end.
-pub(crate) type Pids = Arc<Mutex<std::collections::BTreeMap<&'static str, u32>>>;
+pub(crate) type Pids = Arc<Mutex<std::collections::BTreeMap<String, u32>>>;
 
 /// Keeps one service running until `stop` says otherwise, then drains it and waits at most `grace`. `has_served` tells whether the
 /// whole stack was ever ready.
@@ -71,20 +88,20 @@ pub(crate) async fn supervise(
         // Taken out of the child: waiting for it would close it.
         let lifeline = child.stdin.take();
         let started = Instant::now();
-        set_pid(&pids, service.name, child.id());
+        set_pid(&pids, &service.name, child.id());
         let ended = tokio::select! {
             status = child.wait() => Some(status?),
             _ = stop.wait_for(|stop| *stop) => None,
         };
         let Some(status) = ended else {
             drop(lifeline);
-            let drained = drain(&mut child, service.name, grace).await;
-            set_pid(&pids, service.name, None);
+            let drained = drain(&mut child, &service.name, grace).await;
+            set_pid(&pids, &service.name, None);
             return drained;
         };
-        set_pid(&pids, service.name, None);
+        set_pid(&pids, &service.name, None);
         if status.code() == Some(crate::EXIT_USAGE) {
-            anyhow::bail!("{} refused its configuration", service.name);
+            return Err(Refused(service.name).into());
         }
         if status.code().is_some() && !has_served.load(Ordering::Relaxed) {
             anyhow::bail!("{} could not start: {}", service.name, describe(status));
@@ -120,10 +137,10 @@ async fn drain(child: &mut Child, name: &str, grace: Duration) -> anyhow::Result
     }
 }
 
-fn set_pid(pids: &Pids, name: &'static str, pid: Option<u32>) {
+fn set_pid(pids: &Pids, name: &str, pid: Option<u32>) {
     let mut pids = pids.lock().unwrap_or_else(PoisonError::into_inner);
     match pid {
-        Some(pid) => pids.insert(name, pid),
+        Some(pid) => pids.insert(name.to_owned(), pid),
         None => pids.remove(name),
     };
 }

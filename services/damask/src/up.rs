@@ -8,8 +8,10 @@ use std::time::Duration;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio_util::sync::CancellationToken;
+use worker::ModelSource;
 
 use crate::chat::{self, ChatArgs};
+use crate::placement::{Placement, PlacementArgs};
 use crate::serve::when_stdin_ends;
 use crate::stack::{Addresses, Loading, Stack, StackOptions, write_ready_file};
 use crate::supervisor::SUPERVISED;
@@ -23,36 +25,26 @@ pub(crate) struct UpArgs {
     /// Model directory with config.json and safetensors [default: the embedded gpt-oss-nano].
     #[arg(long)]
     model: Option<PathBuf>,
-    /// Tensor parallelism of prefill.
-    #[arg(long, default_value_t = 2)]
-    prefill_tp: u32,
-    /// Tensor parallelism of decode.
-    #[arg(long, default_value_t = 4)]
-    decode_tp: u32,
-    /// Ways in which decode splits the experts [default: as --decode-tp].
-    #[arg(long)]
-    decode_ep: Option<u32>,
-    /// Longest context in tokens, prompt and answer together [default: as the services' own].
-    #[arg(long)]
-    max_context_tokens: Option<u32>,
+    #[command(flatten)]
+    placement: PlacementArgs,
     /// Write the services' addresses and process ids to this file, as JSON, once requests can be served.
     #[arg(long)]
     ready_file: Option<PathBuf>,
 }
 
 impl UpArgs {
-    fn stack(&self, options: Vec<String>, drain_grace: Duration) -> StackOptions {
-        StackOptions {
+    fn stack(&self, options: Vec<String>, drain_grace: Duration) -> anyhow::Result<StackOptions> {
+        let Placement { model, fleet, on_gpus, max_context_tokens } = self.placement.place(self.model.as_deref())?;
+        Ok(StackOptions {
             listen: self.listen,
-            model: self.model.clone(),
-            prefill_tp: self.prefill_tp,
-            decode_tp: self.decode_tp,
-            decode_ep: self.decode_ep.unwrap_or(self.decode_tp),
-            max_context_tokens: self.max_context_tokens,
+            model,
+            fleet,
+            on_gpus,
+            max_context_tokens,
             drain_grace,
             options,
             documented_ports: self.listen.port() != 0,
-        }
+        })
     }
 }
 
@@ -61,14 +53,18 @@ impl UpArgs {
 /// # Errors
 /// A taken port, or a service that gave up.
 pub(crate) async fn up(args: UpArgs, options: Vec<String>, drain_grace: Duration) -> anyhow::Result<()> {
-    let mut stack = Stack::start(&args.stack(options, drain_grace))?;
+    let stack_options = args.stack(options, drain_grace)?;
+    if stack_options.on_gpus {
+        say(&format!("{}: {}\n", stack_options.model, stack_options.fleet));
+    }
+    let mut stack = Stack::start(&stack_options)?;
     let mut end = std::pin::pin!(told_to_end());
     tokio::select! {
         ready = stack.wait_ready(progress()) => ready?,
         ended = &mut end => { ended?; return stack.drain().await; }
     }
     let addresses = stack.addresses();
-    announce(&args, &addresses);
+    announce(&stack_options, &addresses);
     let mut published = None;
     loop {
         if let Some(path) = &args.ready_file
@@ -103,13 +99,13 @@ pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>, drain_grace: 
         // Whoever asks a question wants the answer, not four services' logs.
         options.extend(["--log-level".to_owned(), "error".to_owned()]);
     }
+    let Placement { model, fleet, on_gpus, max_context_tokens } = args.place()?;
     let private = StackOptions {
         listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-        model: None,
-        prefill_tp: 2,
-        decode_tp: 4,
-        decode_ep: 4,
-        max_context_tokens: None,
+        model,
+        fleet,
+        on_gpus,
+        max_context_tokens,
         drain_grace,
         options,
         documented_ports: false,
@@ -127,7 +123,7 @@ pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>, drain_grace: 
 }
 
 /// Ctrl-C or SIGTERM; or, where this process is itself supervised, the end of standard input.
-async fn told_to_end() -> std::io::Result<()> {
+pub(crate) async fn told_to_end() -> std::io::Result<()> {
     let stdin_ended = CancellationToken::new();
     if std::env::var_os(SUPERVISED).is_some() {
         let ended = stdin_ended.clone();
@@ -167,15 +163,18 @@ fn progress() -> impl Fn(Loading) {
 }
 
 /// Tells people where everything is. On standard output, since standard error is the log, each line of which may have to be JSON.
-fn announce(args: &UpArgs, addresses: &Addresses) {
-    let model = args.model.as_ref().map_or("gpt-oss-nano (embedded)".into(), |dir| dir.display().to_string());
+fn announce(options: &StackOptions, addresses: &Addresses) {
+    let model = match &options.model {
+        ModelSource::EmbeddedNano => "gpt-oss-nano (embedded)".into(),
+        other => other.to_string(),
+    };
+    let place = if options.on_gpus { "with CUDA" } else { "on the CPU" };
     let Addresses { http, gateway, router, .. } = addresses;
-    let (prefill_tp, decode_tp) = (args.prefill_tp, args.decode_tp);
-    let decode_ep = args.decode_ep.unwrap_or(decode_tp);
     let mut text = format!(
-        "damask serves {model} on the CPU: prefill TP{prefill_tp}, decode EP{decode_ep} DP1 TP{decode_tp}\n\
+        "damask serves {model} {place}: {}\n\
          \x20 OpenAI API    http://{http}/v1\n\
-         \x20 gRPC          router {router} (damask.v1.Inference), gateway {gateway} (damask.v1.Gateway)\n"
+         \x20 gRPC          router {router} (damask.v1.Inference), gateway {gateway} (damask.v1.Gateway)\n",
+        options.fleet,
     );
     for (name, admin) in &addresses.admin {
         text += &format!("  {name:<13} http://{admin}/metrics\n");

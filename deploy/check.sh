@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks everything in deploy/ that needs no container: each compose file with each profile, Prometheus' config, alert rules and their
-# tests, dashboard queries, that every metric which rules and dashboard name is one that the code registers, and docker/node-group.sh. About 10 s.
+# tests, dashboard queries, and that every metric which rules and dashboard name is one that the code registers. About 10 s.
 # Needs docker-compose or `docker compose`, and promtool (Debian's package prometheus is unpacked, not installed, if there is none).
 set -uo pipefail
 cd "$(dirname "$0")" || exit
@@ -67,7 +67,6 @@ metrics_exist() {
 find_promtool
 compose_files
 check '.env.example' env_example
-check 'workers in one container' ../docker/test-node-group.sh
 mkdir -p "$work/prometheus"
 cp observability/prometheus.yaml ../helm/damask/files/alerts.yaml "$work/prometheus"
 check 'prometheus.yaml' "$promtool" check config "$work/prometheus/prometheus.yaml"

@@ -54,7 +54,7 @@ build() {
         --build-arg "REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)" "${@:3}" "$context"
 }
 
-cp docker/*.Dockerfile docker/node-group.sh LICENSE "$context"
+cp docker/*.Dockerfile LICENSE "$context"
 # Line tables are two thirds of a release binary; symbol names stay, so that a backtrace still says where.
 strip --strip-debug -o "$context/damask" "$binary"
 build slim damask

@@ -1,5 +1,5 @@
 # The image for prefill and decode on GPUs: the binary beside a pinned NCCL, on a Debian root.
-# docker/build.sh --cuda prepares the build context: this file, `damask` (a Linux binary), node-group.sh, `nccl/`, LICENSE. Needs no BuildKit.
+# docker/build.sh --cuda prepares the build context: this file, `damask` (a Linux binary), `nccl/`, LICENSE. Needs no BuildKit.
 #
 # Not in here, on purpose: the driver's libraries (libcuda.so.1, libnvidia-ml.so.1), which the NVIDIA container runtime mounts so that they
 # match the host's kernel module; and the CUDA toolkit, since kernels are embedded in the binary as sm_90a code that the driver loads.
@@ -14,7 +14,6 @@ RUN test -s /etc/ssl/certs/ca-certificates.crt \
 COPY nccl/lib /usr/local/lib
 COPY nccl/LICENSE /usr/share/doc/nccl/LICENSE
 COPY LICENSE /usr/share/doc/damask/LICENSE
-COPY node-group.sh /usr/local/bin/damask-node-group
 COPY damask /usr/local/bin/damask
 RUN ldconfig && ldconfig -p | grep -q 'libnccl.so ' && damask --version
 ARG VERSION=unknown

@@ -18,7 +18,6 @@ BINARY = pathlib.Path(os.environ.get("DAMASK_BIN", ROOT.parent / "target/release
 KUBERNETES = ["1.30", "1.34", "1.37"]
 # No Kubernetes schema knows these.
 CUSTOM_KINDS = {"ServiceMonitor", "PrometheusRule"}
-DRAIN_S = 20
 
 passed, failed = 0, 0
 
@@ -90,9 +89,16 @@ def policy(document):
         container_policy(container, document["kind"] == "Pod")
     if document["kind"] != "Pod":
         pre_stop = max(c.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0) for c in spec["containers"])
-        drains = sum("damask-node-group" in c.get("command", []) for c in spec["containers"]) + 1
-        require(spec["terminationGracePeriodSeconds"] > pre_stop + drains * DRAIN_S, "killed before it can have drained")
+        drain_s = {drain_seconds(container) for container in spec["containers"]}
+        require(len(drain_s) == 1, f"time to drain: {drain_s}")
+        # `damask node` drains its workers in turn; each has a health port.
+        in_turn = max(sum(p["name"].endswith("-adm") for p in c["ports"]) if "node" in c["args"] else 1 for c in spec["containers"])
+        require(spec["terminationGracePeriodSeconds"] > pre_stop + in_turn * drain_s.pop(), "killed before it can have drained")
         require(metadata["annotations"]["checksum/config"], "a changed config would not reach the pod")
+
+
+def drain_seconds(container):
+    return int(next(v["value"] for v in container["env"] if v["name"] == "DAMASK_DRAIN_GRACE_S"))
 
 
 def container_policy(container, is_test):
@@ -176,6 +182,9 @@ def network(by_kind, ports, selected):
 def service_configs(documents):
     """The services themselves accept the files, with their containers' environment."""
     configs = {name: text for d in documents if d["kind"] == "ConfigMap" for name, text in d["data"].items() if name.endswith(".yaml")}
+    node = yaml.safe_load(configs.pop("node.yaml", "workers: []"))
+    for worker in node["workers"]:
+        require(pathlib.Path(worker["config"]).name in configs, f"node.yaml: {worker}")
     roles = {"gateway.yaml": "gateway", "router.yaml": "router"}
     roles |= {name: "decode" if "kv_listen" in yaml.safe_load(text) else "prefill" for name, text in configs.items() if name not in roles}
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +192,7 @@ def service_configs(documents):
             path = pathlib.Path(folder, name)
             path.write_text(text)
             role = roles[name]
-            environment = {f"DAMASK_{role.upper()}__NAME": "demo-damask-workers-0-x", "DAMASK_DECODE__KV_ADVERTISE": "10.0.0.1:9202"}
+            environment = {f"DAMASK_{role.upper()}__NAME": "demo-damask-workers-0-x", "POD_IP": "10.0.0.1"}
             if role in ("gateway", "router"):
                 environment = {"DAMASK_GATEWAY__API_KEYS": json.dumps([{"name": "alice", "sha256": "0" * 64}])}
             result = subprocess.run([BINARY, "config", "check", role, path], env=environment, capture_output=True, text=True)
@@ -214,8 +223,7 @@ REFUSED = [
         {"name": "d", "role": "decode", "gpus": [2], "config": {"layout": {"tp": 1}}}]}}, "there is no GPU 2 among 2"),
     ({"workers": GPU | {"processes": [
         {"name": "p", "role": "prefill", "gpus": [0], "config": {"layout": {"tp": 1}}},
-        {"name": "d0", "role": "decode", "gpus": [1], "config": {"layout": {"tp": 1}}},
-        {"name": "d1", "role": "decode", "gpus": [1], "config": {"layout": {"tp": 1}}}]}}, "holds one decode worker"),
+        {"name": "node", "role": "decode", "gpus": [1], "config": {"layout": {"tp": 1}}}]}}, "none may be called node"),
 ]
 
 

@@ -20,7 +20,8 @@
 {{- mustMergeOverwrite $config (deepCopy .Values.router.config) | toYaml -}}
 {{- end -}}
 
-{{/* (dict "root" $ "process" one of damask.processes). Name and KV address are the pod's: they come from its environment. */}}
+{{/* (dict "root" $ "process" one of damask.processes). Name and KV address are the pod's: they come from its environment. On GPUs, what the CUDA
+engine needs; workers on one GPU share its memory. */}}
 {{- define "damask.workerConfig" -}}
 {{- $process := .process -}}
 {{- $config := dict
@@ -28,6 +29,23 @@
   "listen" (printf "0.0.0.0:%d" (int $process.port))
   "admin_listen" (printf "0.0.0.0:%d" (int $process.admin))
   "model" .root.Values.model.source -}}
+{{- if eq .root.Values.workers.accelerator "nvidia" -}}
+{{- $_ := set $config "backend" "cuda" -}}
+{{- $_ := set $config "numerics" (dict "compute" "bf16" "routing" "bf16" "kv" "bf16") -}}
+{{- $_ := set $config "page_tokens" 64 -}}
+{{- $onFirst := list -}}
+{{- range .root.Values.workers.processes -}}
+{{- if has (first $process.gpus) .gpus -}}{{- $onFirst = append $onFirst .name -}}{{- end -}}
+{{- end -}}
+{{- $isShared := gt (len $onFirst) 1 -}}
+{{- if $isShared -}}
+{{- $_ := set $config "gpu_memory_share" (divf 0.94 (len $onFirst)) -}}
+{{- end -}}
+{{- if eq $process.role "prefill" -}}
+{{- $_ := set $config "chunk_tokens" (ternary 2048 8192 $isShared) -}}
+{{- $_ := set $config "transfer" (dict "in_flight_bytes_max" 1073741824) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq $process.role "decode" -}}
 {{- $_ := set $config "kv_listen" (printf "0.0.0.0:%d" (int $process.kv)) -}}
 {{- end -}}
@@ -38,5 +56,17 @@
 {{- range include "damask.processes" . | fromJsonArray }}
 {{ .name }}.yaml: |
 {{ include "damask.workerConfig" (dict "root" $ "process" .) | indent 2 }}
+{{- end }}
+{{- if and (eq .Values.workers.accelerator "nvidia") (eq .Values.workers.allocation "devicePlugin") }}
+node.yaml: |
+  # What `damask node` runs, in the order in which it drains.
+  workers:
+    {{- range $role := list "prefill" "decode" }}
+    {{- range include "damask.processes" $ | fromJsonArray }}
+    {{- if eq .role $role }}
+    - { role: {{ .role }}, name: {{ .name }}, devices: [{{ include "damask.gpuList" . }}], config: /etc/damask/{{ .name }}.yaml }
+    {{- end }}
+    {{- end }}
+    {{- end }}
 {{- end }}
 {{- end -}}

@@ -96,6 +96,12 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* When a pod may be killed: (dict "root" $ "before" seconds before it drains "drains" how many drain in turn). A service that is not gone 2 s
+after its time to drain is killed by `damask node`; the rest is for what must be flushed. */}}
+{{- define "damask.terminationSeconds" -}}
+{{- add .before (mul .drains (add .root.Values.drainGraceSeconds 2)) 13 -}}
+{{- end -}}
+
 {{/* Arguments that every service takes. */}}
 {{- define "damask.logArgs" -}}
 - --log-format={{ .Values.log.format }}

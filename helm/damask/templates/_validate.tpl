@@ -10,7 +10,6 @@
 {{- end -}}
 {{- $workers := .Values.workers -}}
 {{- $oneContainer := and (eq $workers.accelerator "nvidia") (eq $workers.allocation "devicePlugin") -}}
-{{- $decodes := 0 -}}
 {{- $roles := dict -}}
 {{- $names := dict -}}
 {{- range $workers.processes -}}
@@ -19,7 +18,9 @@
 {{- fail (printf "workers.processes: two are called %s" .name) -}}
 {{- end -}}
 {{- $_ := set $names .name true -}}
-{{- if eq .role "decode" -}}{{- $decodes = add1 $decodes -}}{{- end -}}
+{{- if and $oneContainer (eq .name "node") -}}
+{{- fail "workers.processes: none may be called node, the name of the file that lists them" -}}
+{{- end -}}
 {{- if eq $workers.accelerator "nvidia" -}}
 {{- $layout := default dict .config.layout -}}
 {{- $ranks := mul (default 1 $layout.tp) (default 1 $layout.dp) -}}
@@ -37,9 +38,6 @@
 {{- else if .gpus -}}
 {{- fail (printf "workers.processes %s: gpus without workers.accelerator=nvidia" .name) -}}
 {{- end -}}
-{{- end -}}
-{{- if and $oneContainer (gt (int $decodes) 1) -}}
-{{- fail "workers.processes: with allocation devicePlugin a pod holds one decode worker, since the address of its KV port is the container's" -}}
 {{- end -}}
 {{- if ne (len $roles) 2 -}}
 {{- fail "workers.processes: at least one prefill and one decode worker are needed" -}}

@@ -1,5 +1,5 @@
 {{/*
-A container with one worker, or with all of a pod's workers under damask-node-group: (dict "root" $ "processes" list).
+A container with one worker, or with all of a pod's workers under `damask node`: (dict "root" $ "processes" list).
 */}}
 {{- define "damask.workerContainer" -}}
 {{- $root := .root -}}
@@ -10,33 +10,18 @@ A container with one worker, or with all of a pod's workers under damask-node-gr
 {{- $first := first .processes -}}
 image: {{ include "damask.image" (dict "root" $root "image" $image) }}
 imagePullPolicy: {{ $image.pullPolicy }}
-{{- if $group }}
-command: [damask-node-group]
-args:
-  {{- range .processes }}
-  - {{ printf "%s:%s:%s:/etc/damask/%s.yaml" .role .name (include "damask.gpuList" .) .name | quote }}
-  {{- end }}
-{{- else }}
 args:
   {{- include "damask.logArgs" $root | nindent 2 }}
-  - {{ $first.role }}
-  - --config=/etc/damask/{{ $first.name }}.yaml
-{{- end }}
+  - {{ ternary "node" $first.role $group }}
+  - --config=/etc/damask/{{ ternary "node" $first.name $group }}.yaml
 env:
   - name: POD_NAME
     valueFrom: { fieldRef: { fieldPath: metadata.name } }
+  # With the KV port, the address that tickets name.
   - name: POD_IP
     valueFrom: { fieldRef: { fieldPath: status.podIP } }
-  {{- range .processes }}
-  {{- if eq .role "decode" }}
-  # The address that tickets name.
-  - { name: DAMASK_DECODE__KV_ADVERTISE, value: "$(POD_IP):{{ .kv }}" }
-  {{- end }}
-  {{- end }}
-  {{- if $group }}
-  - { name: LOG_FORMAT, value: {{ $root.Values.log.format }} }
-  - { name: RUST_LOG, value: {{ $root.Values.log.level | quote }} }
-  {{- else }}
+  - { name: DAMASK_DRAIN_GRACE_S, value: {{ $root.Values.drainGraceSeconds | quote }} }
+  {{- if not $group }}
   # Unique in the fleet, and the same after a restart.
   - { name: DAMASK_{{ upper $first.role }}__NAME, value: "$(POD_NAME)-{{ $first.name }}" }
   {{- end }}
@@ -102,16 +87,23 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{/* One worker is asked over HTTP; several in one container must all be well. */}}
+{{/* One worker is asked by native gRPC health; several in one container must all be well. */}}
 {{- define "damask.workerProbe" -}}
 {{- if .group -}}
 exec:
   command:
-    - bash
-    - -c
-    - {{ range $i, $process := .processes }}{{ if $i }} && {{ end }}damask health {{ if eq $.question "live" }}--live {{ end }}--admin 127.0.0.1:{{ $process.admin }}{{ end }}
+    - damask
+    - health
+    {{- if eq .question "live" }}
+    - --live
+    {{- end }}
+    {{- range .processes }}
+    - --admin=127.0.0.1:{{ .admin }}
+    {{- end }}
+{{- else if eq .question "live" -}}
+grpc: { port: {{ (first .processes).port }}, service: live }
 {{- else -}}
-httpGet: { path: /health/{{ .question }}, port: {{ (first .processes).admin }} }
+grpc: { port: {{ (first .processes).port }} }
 {{- end -}}
 {{- end -}}
 

@@ -1,0 +1,164 @@
+#!/usr/bin/env bash
+# Measures a whole deployment on the GPUs that are here, as clients see it over HTTP: time to the first token by prompt length, time a token and
+# throughput by the number of clients, KV transfer, and what a kill of prefill and of decode under load costs. Builds nothing, and starts each
+# layout as `damask up --layout` does. Prints tables; files go to --out.
+# usage: deploy/whole-node.sh [--binary FILE] [--shape 20b|120b | --model DIR | --cpu] [--out DIR] [--quick] [--layout FILE]...
+#   --binary FILE   default target/release/damask
+#   --shape         random weights of that shape; default 120b
+#   --cpu           gpt-oss-nano on the CPU, to try the script
+#   --layout FILE   default: the layouts below for as many GPUs as there are (1, 2, 4 or 8)
+#   --quick         fewer cases: about a minute a layout
+# About 4 minutes a layout for 120b on H200s. Needs bash and python3 (its standard library).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+binary=target/release/damask serve=(--shape 120b) out=whole-node quick=false on_cpu=false layouts=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --binary) binary=$2; shift ;;
+        --shape | --model) serve=("$1" "$2"); shift ;;
+        --cpu) on_cpu=true serve=(--backend cpu) ;;
+        --out) out=$2; shift ;;
+        --layout) layouts+=("$2"); shift ;;
+        --quick) quick=true ;;
+        *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    esac
+    shift
+done
+mkdir -p "$out"
+work=$(mktemp -d)
+up_pid=
+stop() { [ -z "$up_pid" ] || { kill -TERM "$up_pid" 2>/dev/null && wait "$up_pid" 2>/dev/null; } || true; up_pid=; }
+trap 'stop; rm -rf "$work"' EXIT
+
+# Prints the layouts for a number of GPUs, one a line: NAME YAML.
+layouts_for() {
+    case $1 in
+        0) echo 'cpu prefill: [{tp: 2}], decode: [{tp: 4}]' ;;
+        1) echo 'p1-d1-shared prefill: [{tp: 1, devices: [0]}], decode: [{tp: 1, devices: [0]}]' ;;
+        2 | 3)
+            echo 'p1-d1 prefill: [{tp: 1, devices: [0]}], decode: [{tp: 1, devices: [1]}]'
+            echo 'p2-d2-shared prefill: [{tp: 2, devices: [0, 1]}], decode: [{tp: 2, ep: 2, devices: [0, 1]}]'
+            ;;
+        4 | 5 | 6 | 7)
+            echo 'p2-d2 prefill: [{tp: 2, devices: [0, 1]}], decode: [{tp: 2, ep: 2, devices: [2, 3]}]'
+            echo '2p1-d2 prefill: [{tp: 1, devices: [0]}, {tp: 1, devices: [1]}], decode: [{tp: 2, ep: 2, devices: [2, 3]}]'
+            ;;
+        *)
+            echo 'p4-d4 prefill: [{tp: 4, devices: [0, 1, 2, 3]}], decode: [{tp: 4, ep: 4, devices: [4, 5, 6, 7]}]'
+            echo '2p2-d4 prefill: [{tp: 2, devices: [0, 1]}, {tp: 2, devices: [2, 3]}], decode: [{tp: 4, ep: 4, devices: [4, 5, 6, 7]}]'
+            ;;
+    esac
+}
+
+count_gpus() {
+    if $on_cpu; then
+        echo 0
+    elif [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+    else
+        nvidia-smi --list-gpus | wc -l
+    fi
+}
+
+# field PATH...: of the ready file.
+field() { python3 -c 'import json, sys
+value = json.load(open(sys.argv[1]))
+for key in sys.argv[2:]: value = value[key]
+print(value)' "$work/ready.json" "$@"; }
+
+start() {
+    local deadline=$((SECONDS + 600))
+    rm -f "$work/ready.json"
+    "$binary" --log-level warn up --listen 127.0.0.1:0 --ready-file "$work/ready.json" "${serve[@]}" --layout "$1" >"$out/$2.log" 2>&1 &
+    up_pid=$!
+    local begin=$SECONDS
+    until [ -e "$work/ready.json" ]; do
+        kill -0 "$up_pid" 2>/dev/null || { echo "the stack ended:"; tail -n 20 "$out/$2.log"; up_pid=; return 1; }
+        [ $SECONDS -lt $deadline ] || { echo "not ready in 600 s:"; tail -n 20 "$out/$2.log"; return 1; }
+        sleep 0.2
+    done
+    echo "ready in $((SECONDS - begin)) s"
+    url=http://$(field http)
+}
+
+get() { python3 -c 'import sys, urllib.request
+sys.stdout.write(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())' "$1" 2>>"$work/errors"; }
+
+bench() { "$binary" bench --url "$url" "$@"; }
+
+# sum NAME WORKER...: a metric over workers.
+sum() {
+    local name=$1 worker
+    shift
+    for worker in "$@"; do get "http://$(field admin "$worker")/metrics"; done \
+        | awk -v name="$name" '$1 ~ "^" name "({|$)" { total += $2 } END { print total + 0 }'
+}
+
+workers() { python3 -c 'import json, sys
+print(*[name for name in json.load(open(sys.argv[1]))["workers"] if name.startswith(sys.argv[2])])' "$work/ready.json" "$1"; }
+
+# kill_under_load WORKER NAME: requests run while a worker is killed; none may fail. How long until requests are served as before?
+kill_under_load() {
+    local worker=$1 begin pid
+    bench --concurrency 8 --input-tokens "$load_input" --output-tokens "$load_output" --rounds "$load_rounds" --json "$out/$2-kill-$worker.json" \
+        >"$work/kill.md" 2>&1 &
+    local bench_pid=$!
+    sleep 2
+    pid=$(field pids "$worker")
+    kill -9 "$pid"
+    begin=$(date +%s.%N)
+    until [ "$(field pids "$worker" 2>/dev/null || echo "$pid")" != "$pid" ] \
+        && get "http://$(field admin "$worker")/health/ready" >"$work/ready"; do sleep 0.05; done
+    local back
+    back=$(python3 -c "import time; print(f'{time.time() - $begin:.1f}')")
+    wait $bench_pid || { cat "$work/kill.md"; return 1; }
+    local failed
+    failed=$(python3 -c 'import json, sys
+cases = json.load(open(sys.argv[1]))["cases"]
+print(sum(case["failed"] for case in cases), "of", sum(case["requests"] for case in cases))' "$out/$2-kill-$worker.json")
+    echo "| $worker killed with 8 clients | $failed failed | $back s until the new one is ready |"
+}
+
+measure() {
+    local name=$1 file=$work/layout.yaml before after
+    # `a: [..], b: [..]` as the body of a YAML mapping.
+    echo "{$2}" >"$file"
+    printf '\n## %s\n\n`%s`, %s\n\n' "$name" "$2" "${serve[*]}"
+    start "$file" "$name"
+    printf '\n### Time to the first token, one client\n\n'
+    bench --concurrency 1 --input-tokens "$ttft_inputs" --output-tokens 16 --rounds "$ttft_rounds" --json "$out/$name-ttft.json"
+    printf '\n### Throughput\n\n'
+    before=$(sum damask_transfer_bytes_total $(workers prefill))
+    bench --concurrency "$clients" --input-tokens "$load_input" --output-tokens "$load_output" --rounds "$load_rounds" --json "$out/$name-load.json"
+    after=$(sum damask_transfer_bytes_total $(workers prefill))
+    python3 -c "print(f'\nKV sent meanwhile: {($after - $before) / 1e9:.2f} GB')"
+    local worker
+    for worker in prefill decode; do get "http://$(field admin $worker)/metrics" >"$out/$name-$worker.metrics"; done
+    printf '\n### Kills under load\n\n| what | requests | recovery |\n|---|---|---|\n'
+    for worker in prefill decode; do kill_under_load $worker "$name"; done
+    stop
+}
+
+if $on_cpu; then
+    ttft_inputs=64,256,1024 clients=1,4 load_input=128 load_output=64 load_rounds=3 ttft_rounds=2
+elif $quick; then
+    ttft_inputs=1024,8192 clients=1,8,32 load_input=1024 load_output=64 load_rounds=2 ttft_rounds=3
+else
+    ttft_inputs=1024,8192,32000 clients=1,2,4,8,16,32,64,128 load_input=1024 load_output=256 load_rounds=2 ttft_rounds=5
+fi
+
+gpus=$(count_gpus)
+{
+    echo "# Whole node: $gpus GPUs"
+    $on_cpu || nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader | sed 's/^/    /'
+    if [ ${#layouts[@]} -gt 0 ]; then
+        for file in "${layouts[@]}"; do
+            measure "$(basename "$file" .yaml)" "$(python3 -c 'import sys; print(sys.stdin.read().strip().strip("{}"))' <"$file")"
+        done
+    else
+        layouts_for "$gpus" >"$work/layouts"
+        # Standard input is the list: nothing below may read it.
+        while read -r name layout; do measure "$name" "$layout" </dev/null; done <"$work/layouts"
+    fi
+} | tee "$out/report.md"

@@ -13,6 +13,8 @@
 //! the tensor cores busy in prefill.
 #![allow(unsafe_code)] // this crate launches kernels: each launch says why its arguments are right
 
+mod all_gather;
+mod all_reduce;
 mod combine;
 mod decode_attention;
 mod dispatch;
@@ -22,15 +24,19 @@ mod gather_rows;
 mod kv_cache;
 mod library;
 mod pack_weights;
+mod peers;
 mod prefill_attention;
 mod rmsnorm;
 mod rope_kv;
 mod router;
 mod sample;
 mod skinny_gemm;
+mod sum_ranks;
 mod tile_gemm;
 mod workspace;
 
+pub use all_gather::AllGather;
+pub use all_reduce::{AllReduce, Exchange, Summand, ThenNorm};
 pub use combine::{Combine, CombineNorm};
 pub use decode_attention::DecodeAttention;
 pub use dispatch::{Dispatch, Routing};
@@ -40,11 +46,13 @@ pub use gather_rows::GatherRows;
 pub use kv_cache::{KvCache, PageTable};
 pub use library::{AVAILABLE, Kernels};
 pub use pack_weights::{Format, PackMxfp4, PackedWeights, pack_bf16};
+pub use peers::{Alarm, MAX_RANKS, Mailbox, MailboxAddress, PeerGroup, PeerSizes};
 pub use prefill_attention::PrefillAttention;
 pub use rmsnorm::RmsNorm;
 pub use rope_kv::RopeKv;
 pub use router::{ChooseExperts, ExpertWeights, Router};
 pub use sample::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
 pub use skinny_gemm::{Grouped, Output, SkinnyGemm};
+pub use sum_ranks::SumRanks;
 pub use tile_gemm::TileGemm;
 pub use workspace::Workspace;

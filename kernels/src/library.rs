@@ -3,7 +3,7 @@
 use device::{Device, Kernel, Module};
 
 use crate::error::{KernelError, Result};
-use crate::{decode_attention, prefill_attention, router, sample, skinny_gemm, tile_gemm};
+use crate::{all_reduce, decode_attention, prefill_attention, router, sample, skinny_gemm, tile_gemm};
 
 /// Whether this build contains kernels: nvcc was found when it was made.
 pub const AVAILABLE: bool = cfg!(have_kernels);
@@ -18,6 +18,8 @@ static IMAGES: &[(&str, &[u8])] = &[];
 pub struct Kernels {
     /// Persistent kernels launch one block for each.
     pub(crate) multiprocessors: u32,
+    pub(crate) all_gather: Kernel,
+    pub(crate) all_reduce: all_reduce::Variants,
     pub(crate) combine: Kernel,
     pub(crate) decode_attention: Kernel,
     pub(crate) dispatch: Kernel,
@@ -31,6 +33,7 @@ pub struct Kernels {
     pub(crate) router: router::Variants,
     pub(crate) sample: Kernel,
     pub(crate) skinny_gemm: skinny_gemm::Variants,
+    pub(crate) sum_ranks: Kernel,
     pub(crate) tile_gemm: tile_gemm::Variants,
 }
 
@@ -43,6 +46,8 @@ impl Kernels {
         let pack_weights = module(device, "pack_weights")?;
         Ok(Self {
             multiprocessors: device.multiprocessors()?,
+            all_gather: module(device, "all_gather")?.kernel("all_gather", 0)?,
+            all_reduce: all_reduce::Variants::load(&module(device, "all_reduce")?)?,
             combine: module(device, "combine")?.kernel("combine", 0)?,
             decode_attention: module(device, "decode_attention")?
                 .kernel("decode_attention", decode_attention::SHARED_BYTES)?,
@@ -58,6 +63,7 @@ impl Kernels {
             router: router::Variants::load(&module(device, "router")?)?,
             sample: module(device, "sample")?.kernel("sample", sample::SHARED_BYTES)?,
             skinny_gemm: skinny_gemm::Variants::load(&module(device, "skinny_gemm")?)?,
+            sum_ranks: module(device, "sum_ranks")?.kernel("sum_ranks", 0)?,
             tile_gemm: tile_gemm::Variants::load(&module(device, "tile_gemm")?)?,
         })
     }

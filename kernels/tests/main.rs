@@ -11,6 +11,7 @@ mod dispatch;
 mod embed;
 mod gpu;
 mod mxfp4;
+mod peers;
 mod prefill_attention;
 mod rmsnorm;
 mod rope_kv;

@@ -169,10 +169,32 @@ impl DeviceShared {
         self.device
     }
 
+    /// Lets kernels and copies in this context use the memory of `peer`'s. One context's own memory needs no leave.
+    pub(crate) fn open_peer(&self, peer: &Self) -> Result<()> {
+        if self.context == peer.context {
+            return Ok(());
+        }
+        let mut can = 0;
+        // SAFETY: a plain out-pointer and two devices that `open` obtained.
+        let code = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.device, peer.device) };
+        check("cuDeviceCanAccessPeer", code)?;
+        if can == 0 {
+            return Err(DeviceError::NoPeerAccess { device: self.ordinal, peer: peer.ordinal });
+        }
+        self.bind()?;
+        // SAFETY: the peer's context is retained until `peer` is dropped, and memory of it holds `peer`.
+        match unsafe { sys::cuCtxEnablePeerAccess(peer.context, 0) } {
+            CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+            code => check("cuCtxEnablePeerAccess", code),
+        }
+    }
+
+    /// Has memory that is retired from now on wait for the work of `stream`, which may be another device's.
     pub(crate) fn register(&self, stream: &Arc<StreamShared>) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        streams.retain(|stream| stream.strong_count() > 0);
-        streams.push(Arc::downgrade(stream));
+        let stream = Arc::downgrade(stream);
+        streams.retain(|known| known.strong_count() > 0 && !known.ptr_eq(&stream));
+        streams.push(stream);
     }
 
     /// Allocates, after freeing retired memory that is no longer in use.

@@ -24,6 +24,14 @@ pub enum DeviceError {
         /// Size of the refused allocation.
         requested_bytes: usize,
     },
+    /// Two devices that cannot reach each other's memory: no NVLink between them, and PCIe access is off.
+    #[error("device {device} cannot reach the memory of device {peer}")]
+    NoPeerAccess {
+        /// Ordinal of the device that would read or write.
+        device: u32,
+        /// Ordinal of the device whose memory it is.
+        peer: u32,
+    },
     /// The driver refused a call, or reports the failure of earlier asynchronous work through it.
     #[error("{call} failed: {name}: {description}")]
     Driver {

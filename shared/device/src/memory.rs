@@ -17,6 +17,16 @@ pub(crate) struct Allocation {
     ptr: CUdeviceptr,
 }
 
+impl Allocation {
+    pub(crate) const fn device(&self) -> &Arc<DeviceShared> {
+        &self.device
+    }
+
+    pub(crate) const fn address(&self) -> CUdeviceptr {
+        self.ptr
+    }
+}
+
 impl Drop for Allocation {
     fn drop(&mut self) {
         self.device.retire(self.ptr);
@@ -48,6 +58,10 @@ impl<T: Pod> DeviceBuffer<T> {
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    pub(crate) const fn allocation(&self) -> &Arc<Allocation> {
+        &self.allocation
     }
 
     /// All of it, for reading.
@@ -165,6 +179,12 @@ impl<'a, T: Pod> ViewMut<'a, T> {
         ViewMut { allocation: self.allocation, first: self.first, len: self.len, element: PhantomData }
     }
 
+    /// The same elements for reading, as long as this view is not used.
+    #[must_use]
+    pub const fn as_view(&self) -> View<'_, T> {
+        View { allocation: self.allocation, first: self.first, len: self.len, element: PhantomData }
+    }
+
     pub(crate) const fn allocation(&self) -> &'a Arc<Allocation> {
         self.allocation
     }
@@ -242,6 +262,10 @@ impl<T> DevicePtr<T> {
 impl<T> DevicePtrMut<T> {
     /// For an optional output that is absent.
     pub const NULL: Self = Self { address: 0, element: PhantomData };
+
+    pub(crate) const fn at(address: u64) -> Self {
+        Self { address, element: PhantomData }
+    }
 
     pub(crate) fn of(view: &ViewMut<'_, T>) -> Self {
         let address = view.allocation.ptr + (view.first * size_of::<T>()) as u64;

@@ -7,6 +7,7 @@
 
 #![allow(clippy::unwrap_used)] // an error here ends the measurement, and its text is all that anyone wants
 
+mod all_reduce;
 mod decode_attention;
 mod harness;
 mod prefill_attention;
@@ -24,7 +25,7 @@ fn main() {
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
     // `cargo bench -p kernels -- skinny` runs the sections whose name contains `skinny`.
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let sections: [Section; 7] = [
+    let sections: [Section; 8] = [
         ("token_wise", token_wise::run),
         ("skinny_dense", skinny_gemm::dense),
         ("skinny_experts", skinny_gemm::experts),
@@ -32,6 +33,7 @@ fn main() {
         ("tile_experts", tile_gemm::experts),
         ("decode_attention", decode_attention::run),
         ("prefill_attention", prefill_attention::run),
+        ("all_reduce", all_reduce::run),
     ];
     sections.iter().filter(|(name, _)| name.contains(&wanted)).for_each(|(_, run)| run(&mut bench));
 }

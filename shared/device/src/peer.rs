@@ -9,8 +9,8 @@ use bytemuck::Pod;
 use cudarc::driver::sys;
 
 use crate::driver::DeviceShared;
-use crate::error::{Result, check};
-use crate::memory::{Allocation, DeviceBuffer, DevicePtrMut};
+use crate::error::{DeviceError, Result, check};
+use crate::memory::{Allocation, DeviceBuffer, DevicePtrMut, View};
 use crate::stream::Stream;
 
 /// Another hold on a [`DeviceBuffer`], for ranks on other devices. Nothing here keeps readers and writers apart: that is the
@@ -66,6 +66,23 @@ impl Stream {
     pub fn peer<T: Pod>(&self, buffer: &PeerBuffer<T>) -> DevicePtrMut<T> {
         self.hold(&buffer.allocation);
         DevicePtrMut::at(buffer.allocation.address())
+    }
+}
+
+impl Stream {
+    /// Copies to memory that may be another device's. [`PeerBuffer::open`] was called for this stream.
+    ///
+    /// # Errors
+    /// `Length` if `src` does not fill `dst`, or `Driver`.
+    pub fn copy_to_peer<T: Pod>(&self, dst: &PeerBuffer<T>, src: View<'_, T>) -> Result<()> {
+        if dst.len != src.len() {
+            return Err(DeviceError::Length { what: "copy to peer", expected: dst.len, found: src.len() });
+        }
+        self.device_shared().bind()?;
+        let (to, from) = (self.peer(dst).address(), self.input(&src).address());
+        // SAFETY: both cover the same number of bytes, and one address space holds all devices of the process.
+        let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, src.len() * size_of::<T>(), self.raw()) };
+        check("cuMemcpyDtoDAsync", code)
     }
 }
 

@@ -1,8 +1,8 @@
 //! `damask sweep` as a bench: prefill latency by input length and decode steps by batch and context, of random weights of a released
-//! shape on one GPU.
+//! shape.
 //!
-//! `cargo bench -p engine --features cuda --bench sweep -- --shape 20b --out DIR [--chunk 8192]` writes
-//! DIR/20b.{md,csv,json}. What is measured, and how: `engine::sweep`.
+//! `cargo bench -p engine --features cuda --bench sweep -- --shape 20b --out DIR [--chunk 8192] [--tp N] [--ep N]`
+//! writes DIR/20b.{md,csv,json}, with several GPUs DIR/20b-epE-tpN. What is measured, and how: `engine::sweep`.
 
 use std::path::PathBuf;
 
@@ -10,31 +10,36 @@ use anyhow::{Context, Result, bail};
 use engine::cuda::{self, Weights};
 use engine::sweep::{SweepOptions, sweep};
 use model::ReleasedShape;
+use types::ParallelLayout;
 
 struct Arguments {
     shape: ReleasedShape,
     out: PathBuf,
     /// Tokens of a prompt that a step takes.
     chunk: Option<usize>,
+    layout: ParallelLayout,
 }
 
 fn arguments() -> Result<Option<Arguments>> {
     let (mut shape, mut out, mut chunk) = (None, None, None);
+    let mut layout = ParallelLayout::tp(1);
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match word.as_str() {
             "--shape" => shape = Some(words.next().context("--shape takes 20b or 120b")?.parse()?),
             "--out" => out = words.next().map(PathBuf::from),
             "--chunk" => chunk = Some(words.next().context("--chunk takes a number")?.parse()?),
+            "--tp" => layout.tp = words.next().context("--tp takes a number")?.parse()?,
+            "--ep" => layout.ep = words.next().context("--ep takes a number")?.parse()?,
             "--bench" => {} // cargo bench adds it
             other => bail!("unknown argument {other}"),
         }
     }
-    Ok(shape.zip(out).map(|(shape, out)| Arguments { shape, out, chunk }))
+    Ok(shape.zip(out).map(|(shape, out)| Arguments { shape, out, chunk, layout }))
 }
 
 fn main() -> Result<()> {
-    let Some(Arguments { shape, out, chunk }) = arguments()? else {
+    let Some(Arguments { shape, out, chunk, layout }) = arguments()? else {
         println!("nothing to do without --shape 20b|120b and --out DIR");
         return Ok(());
     };
@@ -43,13 +48,16 @@ fn main() -> Result<()> {
         return Ok(());
     }
     let mut options = SweepOptions::standard(format!("gpt-oss-{shape}-random mxfp4 bf16"));
+    let ParallelLayout { tp, ep, .. } = layout;
+    let name = if tp == 1 { shape.to_string() } else { format!("{shape}-ep{ep}-tp{tp}") };
+    options.layout = layout;
     options.chunk = chunk.unwrap_or(options.chunk);
     let weights = Weights::Random { config: shape.config(), seed: 1 };
     let result = sweep(weights, options, &mut |cell| println!("{cell}"))?;
-    println!("{shape}: weights and graphs in {:.1} s", result.build_seconds);
+    println!("{name}: weights and graphs in {:.1} s", result.build_seconds);
     std::fs::create_dir_all(&out).context("the output folder")?;
-    std::fs::write(out.join(format!("{shape}.md")), result.markdown())?;
-    std::fs::write(out.join(format!("{shape}.csv")), result.csv())?;
-    std::fs::write(out.join(format!("{shape}.json")), serde_json::to_string_pretty(&result.json())? + "\n")?;
+    std::fs::write(out.join(format!("{name}.md")), result.markdown())?;
+    std::fs::write(out.join(format!("{name}.csv")), result.csv())?;
+    std::fs::write(out.join(format!("{name}.json")), serde_json::to_string_pretty(&result.json())? + "\n")?;
     Ok(())
 }

@@ -40,7 +40,7 @@ fn main() -> Result<()> {
         max_context_tokens: 8192,
         publish_layers: None,
         masked_tokens: Vec::new(),
-        first_device: 0,
+        devices: vec![0],
     };
     let weights = Weights::Checkpoint(Arc::new(Checkpoint::open(Path::new(model))?));
     let pages = [options.full_pages, options.window_pages];

@@ -14,7 +14,6 @@ mod forward;
 #[cfg(test)]
 mod kernel_tests;
 mod kv_pool;
-pub(crate) mod link;
 mod matmul;
 mod norm;
 mod rank;
@@ -29,9 +28,9 @@ use types::{KvDtype, KvLayout, ParallelLayout, TokenId};
 
 use crate::fault::Fault;
 use crate::group::EngineGroup;
+use crate::link::{Exchange, Link};
 pub use crate::vector::Precision;
 use crate::{EngineError, KvListener};
-use link::{Exchange, Link};
 use rank::CpuRank;
 use weights::PackedWeights;
 

@@ -1,9 +1,11 @@
-//! The CUDA engine: gpt-oss on NVIDIA GPUs of compute capability 9.0, one thread and one GPU a rank.
+//! The CUDA engine: gpt-oss on NVIDIA GPUs of compute capability 9.0, one thread a rank, and one GPU unless ranks are told to
+//! share.
 //!
 //! Weights stay as released (MXFP4 experts, bf16 rest), rearranged once for the tensor cores; keys and values are bf16.
 //! A step is enqueued and not waited for: slots, page tables and sampling state live on the device, and the next step
 //! reads the last tokens there. Steps that only decode are CUDA graphs, one for each batch bucket; everything else is
-//! enqueued kernel by kernel. Nothing is allocated in a step.
+//! enqueued kernel by kernel. Nothing is allocated in a step. All ranks get the logits of the whole vocabulary and draw from
+//! them: equal numbers and integer sums yield equal tokens, so none has to be told what another one drew.
 //!
 //! Numerics: tensors are rounded to bf16 where the published reference rounds them, sums are f32. Kernels are chosen by
 //! the number of tokens in the step (see `products`), so logits of a position may differ in the last bits between batch
@@ -18,6 +20,7 @@ mod copy_rate;
 mod forward;
 mod graphs;
 mod kv_cache;
+mod link_rate;
 mod memory;
 mod pinned_ring;
 mod products;
@@ -41,8 +44,9 @@ use crate::fault::Fault;
 use crate::group::EngineGroup;
 pub use crate::vector::Precision;
 use crate::{EngineError, KvListener};
-use collective::OneRank;
+use collective::Meeting;
 pub use copy_rate::copy_bytes_per_s;
+pub use link_rate::{LinkRate, link_rate};
 pub use memory::{MemoryNeeds, gpu_memory_bytes};
 use random_weights::RandomTensors;
 use rank::{CudaRank, Gpu};
@@ -57,7 +61,7 @@ const COMPUTE_CAPABILITY: (u32, u32) = (9, 0);
 /// What to build.
 #[derive(Debug, Clone)]
 pub struct CudaOptions {
-    /// Ranks are GPUs. So far there is one.
+    /// How the model is spread. Attention groups (dp) are one so far.
     pub layout: ParallelLayout,
     /// Rounding of the weights with which the chosen experts are added, and of the router's logits.
     pub routing: Precision,
@@ -77,8 +81,9 @@ pub struct CudaOptions {
     pub publish_layers: Option<u32>,
     /// Ids without a token in the vocabulary: never sampled. Logits that a plan asks for are not masked.
     pub masked_tokens: Vec<Range<TokenId>>,
-    /// GPU of rank 0, as the driver counts them; rank `n` takes the `n`-th after it.
-    pub first_device: u32,
+    /// GPU of each rank, as the driver counts them. Where two ranks have the same one, no rank waits for another on its GPU
+    /// and steps are enqueued kernel by kernel: for tests, not for speed.
+    pub devices: Vec<u32>,
 }
 
 /// Where the weights come from.
@@ -157,15 +162,18 @@ pub fn build_group(
     check(&config, &options)?;
     available()?;
     let plans = ShardPlan::all(&config, options.layout)?;
+    check_parts(&plans)?;
     let layout = kv_layout(&config, &options);
     let ranks = options.layout.ranks();
-    EngineGroup::start("engine", ranks, layout, Arc::new(Fault::new(ranks)), move |rank| {
+    let fault = Arc::new(Fault::new(ranks));
+    let meeting = Meeting::new(&options.devices, &fault);
+    EngineGroup::start("engine", ranks, layout, fault, move |rank| {
         let plan = &plans[rank as usize];
-        let mut gpu = Gpu::open(options.first_device + rank)?;
+        let mut gpu = Gpu::open(options.devices[rank as usize])?;
         check_capability(&gpu.stream.device())?;
         let report = |done, total| progress(LoadProgress { rank, done, total });
         let weights = load(&weights, &config, plan, &mut gpu, &report)?;
-        CudaRank::new(&config, plan.clone(), gpu, weights, &options, Box::new(OneRank), listener.clone())
+        CudaRank::new(&config, plan.clone(), gpu, weights, &options, &meeting, listener.clone())
     })
 }
 
@@ -196,7 +204,7 @@ fn load(
             Ok(Loaded { weights, filler: None })
         }
         Weights::Random { seed, .. } => {
-            let mut random = RandomTensors::new(config, *seed, &gpu.stream)?;
+            let mut random = RandomTensors::new(config, *seed, plan.rank, &gpu.stream)?;
             let weights = build(&mut random, gpu, 0)?;
             Ok(Loaded { weights, filler: Some(random) })
         }
@@ -205,8 +213,13 @@ fn load(
 
 fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError> {
     let fail = |reason: String| Err(EngineError::Setup(reason));
-    if options.layout.ranks() != 1 {
-        return fail(format!("layout {}: the cuda engine runs on one gpu so far", options.layout));
+    let layout = options.layout;
+    if layout.dp != 1 {
+        return fail(format!("layout {layout}: the cuda engine has one attention group so far"));
+    }
+    if options.devices.len() != layout.ranks() as usize {
+        let devices = options.devices.len();
+        return fail(format!("layout {layout} has {} ranks, devices are named for {devices}", layout.ranks()));
     }
     if config.head_dim != HEAD_DIM {
         return fail(format!("head_dim is {}, the kernels are built for {HEAD_DIM}", config.head_dim));
@@ -229,6 +242,20 @@ fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError>
     }
     if let Some(range) = options.masked_tokens.iter().find(|range| range.end as usize > config.vocab_size) {
         return fail(format!("masked tokens {range:?} lie beyond the vocabulary of {}", config.vocab_size));
+    }
+    Ok(())
+}
+
+/// What the kernels ask of each rank's part.
+fn check_parts(plans: &[ShardPlan]) -> Result<(), EngineError> {
+    for plan in plans {
+        let rows = plan.vocab_rows.len();
+        if !rows.is_multiple_of(16) || !plan.vocab_rows.start.is_multiple_of(4) {
+            return Err(EngineError::Setup(format!(
+                "rank {} has {rows} rows of the head, no multiple of 16",
+                plan.rank
+            )));
+        }
     }
     Ok(())
 }

@@ -209,7 +209,10 @@ impl RankThread {
             if let Some(ready) = ready.take() {
                 let _ = ready.send(Ok(())); // as above
             }
-            self.serve(&mut engine).map_err(|error| error.to_string())
+            // Before the engine is dropped, which may wake other ranks: they shall find the cause.
+            self.serve(&mut engine).map_err(|error| error.to_string()).inspect_err(|reason| {
+                self.fault.trip(self.rank, reason.clone());
+            })
         }));
         match outcome {
             Ok(Ok(())) => {}

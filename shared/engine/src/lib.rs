@@ -11,6 +11,7 @@ pub mod driver;
 pub mod fault;
 pub mod group;
 mod kv_slice;
+mod link;
 pub mod roofline;
 pub mod sampling;
 mod simd;

@@ -4,7 +4,7 @@
 //! before the last one is read. Prefill: the median of [`PROMPT_REPEATS`] prompts after [`WARM_PROMPTS`] to warm up, from an
 //! empty cache to the first token, in chunks. Decode: the mean of [`STEPS`] steps after [`WARM_STEPS`], from whatever the cache
 //! holds: random numbers where the weights are random, zeros otherwise. Bytes are counted, not measured; the bound is
-//! [`roofline`]'s for the copy rate measured in the same run.
+//! [`roofline`]'s for the copy rate and, of several GPUs, the shortest sum and the rate between them, measured in the same run.
 
 mod report;
 
@@ -19,7 +19,8 @@ use types::ParallelLayout;
 use crate::EngineError;
 use crate::cuda::{self, CudaOptions, Precision, Weights};
 use crate::driver::{Driver, Row, greedy};
-use crate::roofline::{self, Bound, Machine};
+use crate::cuda::LinkRate;
+use crate::roofline::{self, Bound, Group, Machine};
 
 /// Prompts before those that count.
 pub const WARM_PROMPTS: usize = 2;
@@ -114,8 +115,8 @@ pub struct Cell {
     pub context: usize,
     /// Of the prompt, or of a step.
     pub seconds: f64,
-    /// What it would take at least; known for one GPU.
-    pub bound: Option<Bound>,
+    /// What it would take at least.
+    pub bound: Bound,
     /// Different tokens that the rows of the last step drew: rows of one token visit the same experts, and a step of
     /// them would read less than is counted.
     pub distinct_tokens: usize,
@@ -131,8 +132,8 @@ impl Cell {
 
     /// How much of the bound is reached, up to 1.
     #[must_use]
-    pub fn share(&self) -> Option<f64> {
-        self.bound.map(|bound| bound.seconds / self.seconds)
+    pub fn share(&self) -> f64 {
+        self.bound.seconds / self.seconds
     }
 }
 
@@ -143,6 +144,8 @@ pub struct Sweep {
     pub options: SweepOptions,
     /// The first GPU's copy rate in this run, bytes read and written in a second.
     pub copy_bytes_per_s: f64,
+    /// What lies between the GPUs, if there are several.
+    pub link: Option<LinkRate>,
     /// To make or read the weights and record the graphs.
     pub build_seconds: f64,
     /// In the order in which they were measured.
@@ -157,14 +160,21 @@ pub fn sweep(weights: Weights, options: SweepOptions, on_cell: &mut dyn FnMut(&C
     let config = weights.config().clone();
     options.check(&config)?;
     let copy_bytes_per_s = cuda::copy_bytes_per_s(0)?;
-    let machine = (options.layout.ranks() == 1).then(|| Machine::h200(copy_bytes_per_s));
+    let (machine, devices) = (Machine::h200(copy_bytes_per_s), devices(&options));
+    let link = (devices.len() > 1).then(|| cuda::link_rate(&devices, config.hidden_size)).transpose()?;
+    let group = link.map_or(Group::ALONE, |link| Group {
+        ranks: devices.len(),
+        ep: options.layout.ep as usize,
+        all_reduce_s: link.all_reduce_s,
+        link_bytes_per_s: link.bytes_per_s,
+    });
     let start = Instant::now();
     let mut driver = build(weights, &options)?;
     let build_seconds = start.elapsed().as_secs_f64();
     let mut cells = Vec::new();
     for &tokens in &options.prompts {
         let seconds = prefill(&mut driver, tokens, options.chunk)?;
-        let bound = machine.map(|machine| roofline::prefill(&config, &machine, tokens));
+        let bound = roofline::prefill(&config, &machine, &group, tokens);
         let cell = Cell { phase: Phase::Prefill, batch: 1, context: tokens, seconds, bound, distinct_tokens: 1 };
         on_cell(&cell);
         cells.push(cell);
@@ -173,14 +183,18 @@ pub fn sweep(weights: Weights, options: SweepOptions, on_cell: &mut dyn FnMut(&C
         let keys = |batch: usize| batch * (context + WARM_STEPS + STEPS + 64);
         for &batch in options.batches.iter().filter(|batch| keys(**batch) <= options.max_keys) {
             let (seconds, distinct_tokens) = decode(&mut driver, batch, context)?;
-            let bound =
-                machine.map(|machine| roofline::decode(&config, &machine, batch, context + WARM_STEPS + STEPS / 2));
+            let bound = roofline::decode(&config, &machine, &group, batch, context + WARM_STEPS + STEPS / 2);
             let cell = Cell { phase: Phase::Decode, batch, context, seconds, bound, distinct_tokens };
             on_cell(&cell);
             cells.push(cell);
         }
     }
-    Ok(Sweep { options, copy_bytes_per_s, build_seconds, cells })
+    Ok(Sweep { options, copy_bytes_per_s, link, build_seconds, cells })
+}
+
+/// The first GPUs, one a rank.
+fn devices(options: &SweepOptions) -> Vec<u32> {
+    (0..options.layout.ranks()).collect()
 }
 
 fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError> {
@@ -199,7 +213,7 @@ fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError
         max_context_tokens: weights.config().max_context_tokens as u32,
         publish_layers: None,
         masked_tokens: Vec::new(),
-        first_device: 0,
+        devices: devices(options),
     };
     let group = cuda::build_group(weights, cuda_options, None, Arc::new(|_| {}))?;
     Ok(Driver::over(group, [full_pages, window_pages]))

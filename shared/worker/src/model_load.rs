@@ -216,7 +216,7 @@ impl OpenModel {
             max_context_tokens: config.max_context_tokens,
             publish_layers: None,
             masked_tokens: self.masked_tokens.clone(),
-            first_device: 0,
+            devices: vec![0],
         }
     }
 

@@ -22,13 +22,13 @@ use super::attention::{Attention, HEAD_DIM, Rotate};
 use super::batch::Batch;
 use super::experts::{AddAttention, AddExperts, SwiGlu};
 use super::kv_pool::{KvCache, KvElement, KvPool, each_dtype};
-use super::link::Link;
 use super::matmul::{MatMul, Panels};
 use super::norm::RmsNorm;
 use super::routing::{Routes, choose};
 use super::weights::{PackedLayer, PackedWeights};
 use crate::EngineError;
 use crate::kv_slice::page_group;
+use crate::link::Link;
 use crate::simd::{Simd, V};
 use crate::vector::{Exact, Precision, Rounding};
 

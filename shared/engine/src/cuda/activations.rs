@@ -38,6 +38,8 @@ pub(crate) struct Activations {
     pub(crate) expert_out: DeviceBuffer<bf16>,
     /// Inputs of the head where they do not lie together, `[w, hidden]`.
     pub(crate) head_in: DeviceBuffer<bf16>,
+    /// Logits of the rank's part of the vocabulary, `[w, vocab rows]`; `None` if that is all of it.
+    pub(crate) part_logits: Option<DeviceBuffer<f32>>,
     /// `[w, vocab]`
     pub(crate) logits: DeviceBuffer<f32>,
 }
@@ -55,6 +57,8 @@ impl Activations {
         let (hidden, top) = (config.hidden_size, config.experts_per_token);
         let (q, kv) = (plan.heads.len() * config.head_dim, plan.kv_heads.len() * config.head_dim);
         let pairs = max_tokens * top;
+        let part = plan.vocab_rows.len();
+        let is_part = part < config.vocab_size;
         let routing = |tile_slots: &usize| Routing::new(stream, max_tokens, top, plan.experts.len(), *tile_slots);
         Ok(Self {
             residual: stream.zeros(max_tokens * hidden)?,
@@ -71,7 +75,8 @@ impl Activations {
             activated: stream.zeros(pairs * plan.units.len())?,
             expert_out: stream.zeros(pairs * hidden)?,
             head_in: stream.zeros(logit_rows * hidden)?,
-            logits: stream.zeros(logit_rows * plan.vocab_rows.len())?,
+            part_logits: is_part.then(|| stream.zeros(logit_rows * part)).transpose()?,
+            logits: stream.zeros(logit_rows * config.vocab_size)?,
         })
     }
 }

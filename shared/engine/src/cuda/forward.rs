@@ -7,23 +7,22 @@
 //!     x += sum of experts(norm(x))                            summed over ranks: experts, or partial sums over units
 //! logits = head(norm(x of the wanted tokens))
 //! ```
-//! A residual add is fused with the norm behind it, so a block begins and ends with a normed stream. With one rank the
-//! weighted sum of experts is fused with both.
+//! Sums over ranks, the weighted sum of experts before one, and residual add and norm behind it are one operation of the
+//! `collective`, so a block begins and ends with a normed stream.
 
 use std::ops::Range;
 
 use device::{DeviceBuffer, View};
 use half::bf16;
 use kernels::{
-    ChooseExperts, Combine, CombineNorm, DecodeAttention, Dispatch, Embed, ExpertWeights, Output, PrefillAttention,
-    RmsNorm, RopeKv, Router,
+    ChooseExperts, DecodeAttention, Dispatch, Embed, ExpertWeights, Output, PrefillAttention, RmsNorm, RopeKv, Router,
 };
 use model::{ModelConfig, ShardPlan};
 use types::PageGroup;
 
 use super::activations::Activations;
 use super::batch::Batch;
-use super::collective::Collective;
+use super::collective::{Collective, Part, Reduction};
 use super::kv_cache::RankCache;
 use super::products::{dense, expert_tile, experts};
 use super::rank::Gpu;
@@ -88,7 +87,7 @@ impl Forward<'_> {
     /// [`EngineError::Gpu`].
     pub(crate) fn logits(&mut self, tokens: &[usize]) -> Result<(), EngineError> {
         let (hidden, vocab) = (self.model.config.hidden_size, self.model.plan.vocab_rows.len());
-        let Activations { normed, head_in, logits, .. } = &mut *self.acts;
+        let Activations { normed, head_in, part_logits, logits, .. } = &mut *self.acts;
         let runs = runs(tokens);
         let x = match &runs[..] {
             [whole] => normed.slice(whole.start * hidden..whole.end * hidden),
@@ -105,8 +104,12 @@ impl Forward<'_> {
                 head_in.slice(..at * hidden)
             }
         };
-        let out = Output::F32(logits.slice_mut(..tokens.len() * vocab));
-        dense(self.gpu, &self.model.weights.head, None, x, out)
+        let out = part_logits.as_mut().unwrap_or(logits).slice_mut(..tokens.len() * vocab);
+        dense(self.gpu, &self.model.weights.head, None, x, Output::F32(out))?;
+        match part_logits {
+            Some(part) => self.collective.gather(self.gpu, part.slice(..tokens.len() * vocab), tokens.len()),
+            None => Ok(()),
+        }
     }
 
     fn embed(&mut self) -> Result<(), EngineError> {
@@ -200,16 +203,15 @@ impl Forward<'_> {
         let bias = adds_bias.then(|| layer.out.bias.view());
         let out = Output::Bf16(delta.slice_mut(..tokens * hidden));
         dense(gpu, &layer.out.weight, bias, attention.slice(..tokens * q_width), out)?;
-        self.collective.all_reduce(&gpu.stream, delta.slice_mut(..tokens * hidden))?;
-        RmsNorm {
+        let reduction = Reduction {
+            part: Part::Delta,
+            delta: delta.slice_mut(..tokens * hidden),
             residual: residual.slice_mut(..tokens * hidden),
-            delta: Some(delta.slice(..tokens * hidden)),
-            weight: layer.mlp_norm.view(),
-            out: normed.slice_mut(..tokens * hidden),
+            norm_weight: layer.mlp_norm.view(),
             eps: model.config.rms_norm_eps,
-        }
-        .enqueue(&gpu.kernels, &gpu.stream)?;
-        Ok(())
+            out: normed.slice_mut(..tokens * hidden),
+        };
+        self.collective.reduce(gpu, reduction)
     }
 
     /// The experts, up to the normed input of the next block, whose norm has weights `next_norm`.
@@ -226,28 +228,20 @@ impl Forward<'_> {
         experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
 
         let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
-        let (kernels, stream) = (&self.gpu.kernels, &self.gpu.stream);
-        let is_alone = self.collective.ranks() == 1;
-        let combine = Combine {
-            y: expert_out.slice(..pairs * hidden),
-            weights: expert_weights.slice(..pairs),
-            slot: routings[tile].slot.slice(..pairs),
-            out: if is_alone { &mut *normed } else { &mut *delta }.slice_mut(..tokens * hidden),
-            hidden,
-            top,
+        let reduction = Reduction {
+            part: Part::Experts {
+                y: expert_out.slice(..pairs * hidden),
+                weights: expert_weights.slice(..pairs),
+                slot: routings[tile].slot.slice(..pairs),
+                top,
+            },
+            delta: delta.slice_mut(..tokens * hidden),
+            residual: residual.slice_mut(..tokens * hidden),
+            norm_weight: next_norm.view(),
+            eps: model.config.rms_norm_eps,
+            out: normed.slice_mut(..tokens * hidden),
         };
-        let (residual, norm_weight) = (residual.slice_mut(..tokens * hidden), next_norm.view());
-        let eps = model.config.rms_norm_eps;
-        if is_alone {
-            CombineNorm { combine, residual, norm_weight, eps }.enqueue(kernels, stream)?;
-            return Ok(());
-        }
-        combine.enqueue(kernels, stream)?;
-        self.collective.all_reduce(stream, delta.slice_mut(..tokens * hidden))?;
-        let out = normed.slice_mut(..tokens * hidden);
-        let delta = Some(delta.slice(..tokens * hidden));
-        RmsNorm { residual, delta, weight: norm_weight, out, eps }.enqueue(kernels, stream)?;
-        Ok(())
+        self.collective.reduce(self.gpu, reduction)
     }
 
     /// Experts of each token, and their weights.

@@ -93,7 +93,7 @@ mod tests {
             max_context_tokens: 131_072,
             publish_layers: None,
             masked_tokens: Vec::new(),
-            first_device: 0,
+            devices: vec![0],
         }
     }
 

@@ -1,5 +1,6 @@
 //! Weights without a checkpoint: random numbers, made once on the host as tables and spread over the tensors by copies
-//! on the device, so that 65 GB take seconds. Equal seeds give equal weights.
+//! on the device, so that 65 GB take seconds. Equal seeds and layouts give equal weights; the parts of two ranks are not
+//! those of one whole.
 //!
 //! Projections and head are N(0, 1 / fan_in), the output projection a quarter of that (attention averages tokens: at
 //! full scale all of them drift to the same experts), embedding and sinks N(0, 1), norms 1 + N(0, 0.05), biases N(0,
@@ -26,6 +27,8 @@ const SCALES: std::ops::Range<u64> = 118..121;
 pub(crate) struct RandomTensors {
     stream: Stream,
     seed: u64,
+    /// For tensors of which each rank has a part.
+    part_seed: u64,
     /// Numbers for a tensor of the model; keyed by mean and standard deviation in millionths.
     normal: BTreeMap<(u32, u32), DeviceBuffer<bf16>>,
     /// Standard normal.
@@ -39,13 +42,14 @@ pub(crate) struct RandomTensors {
 impl RandomTensors {
     /// # Errors
     /// [`EngineError::Gpu`].
-    pub(crate) fn new(config: &ModelConfig, seed: u64, stream: &Stream) -> Result<Self, EngineError> {
+    pub(crate) fn new(config: &ModelConfig, seed: u64, rank: usize, stream: &Stream) -> Result<Self, EngineError> {
         let mut random = SplitMix(seed);
         let codes: Vec<u8> = (0..TABLE).map(|_| random.next() as u8).collect();
         let scales: Vec<u8> =
             (0..TABLE).map(|_| (SCALES.start + random.next() % (SCALES.end - SCALES.start)) as u8).collect();
         Ok(Self {
             seed,
+            part_seed: seed ^ hash(&format!("rank {rank}")),
             normal: BTreeMap::new(),
             numbers: (0..TABLE.div_ceil(2)).flat_map(|_| random.normal_pair()).take(TABLE).collect(),
             codes: stream.upload(&codes)?,
@@ -61,11 +65,24 @@ impl RandomTensors {
     /// # Errors
     /// [`EngineError::Gpu`].
     pub(crate) fn fill_cache(&mut self, out: ViewMut<'_, bf16>) -> Result<(), EngineError> {
-        self.fill_normal("cache", 0.0, 1.0, out)
+        self.fill_normal(self.part_seed, "cache", 0.0, 1.0, out)
+    }
+
+    /// The same on all ranks for what all of them hold whole.
+    fn seed_of(&self, param: Param) -> u64 {
+        use LayerParam::{AttnNorm, DownBias, MlpNorm, OBias, RouterBias, RouterWeight};
+        let whole = matches!(
+            param,
+            Param::Embedding
+                | Param::FinalNorm
+                | Param::Layer(_, AttnNorm | DownBias | MlpNorm | OBias | RouterBias | RouterWeight)
+        );
+        if whole { self.seed } else { self.part_seed }
     }
 
     fn fill_normal(
         &mut self,
+        seed: u64,
         name: &str,
         mean: f64,
         deviation: f64,
@@ -77,7 +94,7 @@ impl RandomTensors {
             let table: Vec<bf16> = self.numbers.iter().map(scaled).collect();
             self.normal.insert(key, self.stream.upload(&table)?);
         }
-        spread(&self.stream, &self.normal[&key], self.seed ^ hash(name), out)
+        spread(&self.stream, &self.normal[&key], seed ^ hash(name), out)
     }
 }
 
@@ -99,13 +116,13 @@ impl TensorSource for RandomTensors {
                 _ => (0.0, 0.02),
             },
         };
-        self.fill_normal(&param.to_string(), mean, deviation, out)
+        self.fill_normal(self.seed_of(param), &param.to_string(), mean, deviation, out)
     }
 
     fn bytes(&mut self, param: Param, out: ViewMut<'_, u8>) -> Result<(), EngineError> {
         let is_scale = matches!(param, Param::Layer(_, LayerParam::GateUpScales | LayerParam::DownScales));
         let table = if is_scale { &self.scales } else { &self.codes };
-        spread(&self.stream, table, self.seed ^ hash(&param.to_string()), out)
+        spread(&self.stream, table, self.part_seed ^ hash(&param.to_string()), out)
     }
 }
 

@@ -13,7 +13,7 @@ use types::{PageId, SlotId, TokenId};
 
 use super::activations::Activations;
 use super::batch::{Batch, Limits, Slots};
-use super::collective::Collective;
+use super::collective::{Collective, Meeting, Sizes};
 use super::forward::{Forward, RankModel};
 use super::graphs::{DecodeGraphs, GraphKey};
 use super::kv_cache::{CacheReader, RankCache};
@@ -74,6 +74,8 @@ struct PendingRow {
 
 /// A rank of the CUDA engine.
 pub(crate) struct CudaRank {
+    /// Dropped first: kernels of other ranks that wait for this one end.
+    collective: Box<dyn Collective>,
     gpu: Gpu,
     model: RankModel,
     limits: Limits,
@@ -84,7 +86,6 @@ pub(crate) struct CudaRank {
     last_tokens: Vec<LastToken>,
     /// Rows of `acts.logits`.
     logit_rows: usize,
-    collective: Box<dyn Collective>,
     graphs: DecodeGraphs,
     listener: Option<Arc<dyn KvListener>>,
     publish_layers: usize,
@@ -107,7 +108,7 @@ impl CudaRank {
         gpu: Gpu,
         loaded: Loaded,
         options: &CudaOptions,
-        collective: Box<dyn Collective>,
+        meeting: &Meeting,
         listener: Option<Arc<dyn KvListener>>,
     ) -> Result<Self, EngineError> {
         let (slots, tokens) = (options.max_slots as usize, options.max_step_tokens.max(options.max_slots) as usize);
@@ -115,7 +116,10 @@ impl CudaRank {
         let logit_rows = slots.max(LOGIT_ROWS);
         let multiprocessors = stream.device().multiprocessors()? as usize;
         let max_context = options.max_context_tokens as usize;
+        let acts = Activations::new(&stream, config, &plan, tokens, logit_rows)?;
+        let sizes = Sizes { hidden: config.hidden_size, max_tokens: tokens, vocab: config.vocab_size };
         let mut rank = Self {
+            collective: meeting.join(&gpu, &plan, sizes, &acts.logits)?,
             limits: Limits {
                 max_slots: slots,
                 max_step_tokens: tokens,
@@ -123,12 +127,11 @@ impl CudaRank {
                 window: config.window,
             },
             cache: RankCache::new(&stream, config, &plan, options, loaded.filler)?,
-            acts: Activations::new(&stream, config, &plan, tokens, logit_rows)?,
+            acts,
             inputs: StepInputs::new(&stream, tokens, slots)?,
             sampler: DeviceSampler::new(&stream, slots, config.vocab_size, &options.masked_tokens)?,
             last_tokens: vec![LastToken::Nowhere; slots],
             logit_rows,
-            collective,
             graphs: DecodeGraphs::new(slots, max_context, multiprocessors, plan.kv_heads.len()),
             listener,
             publish_layers: options
@@ -151,8 +154,10 @@ impl CudaRank {
             },
             gpu,
         };
-        for key in rank.graphs.keys() {
-            rank.capture(key)?;
+        if rank.collective.is_recordable() {
+            for key in rank.graphs.keys() {
+                rank.capture(key)?;
+            }
         }
         rank.gpu.stream.synchronize()?;
         Ok(rank)
@@ -217,12 +222,17 @@ impl CudaRank {
         Ok(())
     }
 
+    /// Whether a batch is run by a graph, logits included.
+    fn is_recorded(&self, batch: &Batch) -> bool {
+        batch.is_plain_decode() && self.collective.is_recordable()
+    }
+
     /// Runs the layers as a graph, or kernel by kernel. Yields, for a step that publishes, an event for each batch of
     /// layers.
     fn run(&mut self, batch: &mut Batch) -> Result<Vec<Event>, EngineError> {
         let stream = self.gpu.stream.clone();
         let mut published = Vec::new();
-        if batch.is_plain_decode() {
+        if self.is_recorded(batch) {
             let key = self.graphs.key(batch.tokens.len(), batch.max_context);
             batch.pad(key.rows);
             self.inputs.upload(&stream, batch)?;
@@ -291,14 +301,17 @@ impl CudaRank {
         Ok(())
     }
 
-    /// Computes and fetches the logits that a row asks for, waiting for them: they are for verification and tests, not
-    /// for serving.
+    /// Computes the logits that a row asks for and, on rank 0, fetches them, waiting for them: they are for verification
+    /// and tests, not for serving.
     fn fetch_logits(&mut self, batch: &Batch, row: usize) -> Result<Vec<f32>, EngineError> {
         let (rows, vocab) = (self.logit_rows, self.limits.vocab_size);
         let tokens: Vec<usize> = batch.logits[row].clone().collect();
         let mut all = Vec::with_capacity(tokens.len() * vocab);
         for piece in tokens.chunks(rows) {
             self.forward(batch, batch.max_context).logits(piece)?;
+            if self.model.plan.rank > 0 {
+                continue;
+            }
             all.extend(self.gpu.stream.download(self.acts.logits.slice(..piece.len() * vocab))?);
         }
         Ok(all)
@@ -315,7 +328,7 @@ impl Engine for CudaRank {
         self.launches += 1;
         let mut slots = HostSlots { last_tokens: &self.last_tokens, sampler: &mut self.sampler, launch };
         let mut batch = Batch::new(plan, &mut slots, &self.cache, &self.limits)?;
-        let is_plain = batch.is_plain_decode();
+        let is_recorded = self.is_recorded(&batch);
         let published = if batch.tokens.is_empty() { Vec::new() } else { self.run(&mut batch)? };
         let mut rows = Vec::with_capacity(plan.rows.len());
         for (idx, row) in plan.rows.iter().enumerate() {
@@ -329,7 +342,7 @@ impl Engine for CudaRank {
         }
         self.pending.push_back(Pending { step: plan.step, launch, rows, drawing: None });
         if !batch.sample_tokens.is_empty() {
-            if !is_plain {
+            if !is_recorded {
                 self.forward(&batch, batch.max_context).logits(&batch.sample_tokens)?;
             }
             if batch.masks.is_empty() { self.draw(batch)? } else { self.undrawn = Some(batch) }
@@ -344,6 +357,7 @@ impl Engine for CudaRank {
         let reason = || EngineError::Setup("collect without a launched step".into());
         let Pending { step, launch, rows, drawing } = self.pending.pop_front().ok_or_else(reason)?;
         let draws = drawing.map(Drawing::wait).transpose()?;
+        self.collective.check()?;
         let mut outputs = Vec::with_capacity(rows.len());
         for PendingRow { slot, draw, logprobs, logits } in rows {
             let Some((row, draws)) = draw.zip(draws.as_ref()) else {

@@ -12,6 +12,9 @@ use super::pinned_ring::PinnedRing;
 use super::rank::Gpu;
 use crate::EngineError;
 
+/// Draws that may be on their way to the host or being read there.
+const DRAWS: usize = 3;
+
 /// What the host knows of a bound slot.
 struct SlotState {
     sampling: Arc<Sampling>,
@@ -108,7 +111,7 @@ impl DeviceSampler {
             logprobs: stream.zeros(slots)?,
             top_tokens: stream.zeros(slots * MAX_TOP_LOGPROBS)?,
             top_logprobs: stream.zeros(slots * MAX_TOP_LOGPROBS)?,
-            free: Vec::new(),
+            free: (0..DRAWS).map(|_| HostDraws::new(stream, slots)).collect::<Result<_, _>>()?,
         })
     }
 
@@ -229,6 +232,7 @@ impl DeviceSampler {
     /// # Errors
     /// [`EngineError::Gpu`].
     pub(crate) fn fetch(&mut self, stream: &Stream, with_reports: bool) -> Result<Drawing, EngineError> {
+        // Made here only if a caller runs further ahead than it should: page-locking memory may wait for kernels.
         let HostDraws { tokens, status, reports } = match self.free.pop() {
             Some(buffers) => buffers,
             None => HostDraws::new(stream, self.tokens.len())?,

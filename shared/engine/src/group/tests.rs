@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 use types::KvDtype;
 
 use super::*;
-use crate::cpu::link::{Exchange, Link};
+use crate::link::{Exchange, Link};
 
 #[derive(Clone, Copy, PartialEq)]
 enum Failure {

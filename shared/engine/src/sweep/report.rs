@@ -24,16 +24,21 @@ impl Sweep {
             if layout.ranks() == 1 { "one GPU".to_owned() } else { format!("{layout}, {} GPUs", layout.ranks()) };
         let rate = self.copy_bytes_per_s / 1e9;
         let mut text = format!(
-            "# {model}, {gpus}\n\nCopy rate in this run: {rate:.0} GB/s. Prompts in chunks of {chunk}.\n\n{MARKDOWN_HEAD}"
+            "# {model}, {gpus}\n\nCopy rate in this run: {rate:.0} GB/s. Prompts in chunks of {chunk}.\n"
         );
+        if let Some(link) = self.link {
+            let (us, rate) = (link.all_reduce_s * 1e6, link.bytes_per_s / 1e9);
+            push(&mut text, format_args!("The shortest sum over the GPUs: {us:.2} us; from one to another: {rate:.0} GB/s.\n"));
+        }
+        push(&mut text, format_args!("\n{MARKDOWN_HEAD}"));
         for cell in &self.cells {
             let Cell { phase, batch, context, seconds, distinct_tokens, .. } = cell;
-            let bound = Counted { cell, digits: 2, none: "-", separator: " | " };
-            let share = cell.share().map_or("-".to_owned(), |share| format!("{:.0} %", 100.0 * share));
+            let bound = Counted { bound: cell.bound, digits: 2, separator: " | " };
+            let share = 100.0 * cell.share();
             push(
                 &mut text,
                 format_args!(
-                    "| {} | {batch} | {context} | {:.2} | {:.0} | {bound} | {share} | {distinct_tokens} |\n",
+                    "| {} | {batch} | {context} | {:.2} | {:.0} | {bound} | {share:.0} % | {distinct_tokens} |\n",
                     phase.name(),
                     seconds * 1e3,
                     cell.tokens_per_s(),
@@ -50,12 +55,12 @@ impl Sweep {
         let mut text = CSV_HEAD.to_owned();
         for cell in &self.cells {
             let Cell { phase, batch, context, seconds, distinct_tokens, .. } = cell;
-            let bound = Counted { cell, digits: 4, none: "", separator: "," };
-            let share = cell.share().map_or(String::new(), |share| format!("{share:.4}"));
+            let bound = Counted { bound: cell.bound, digits: 4, separator: "," };
+            let share = cell.share();
             push(
                 &mut text,
                 format_args!(
-                    "{},{tp},{ep},{dp},{},{batch},{context},{:.4},{:.1},{bound},{share},{distinct_tokens}\n",
+                    "{},{tp},{ep},{dp},{},{batch},{context},{:.4},{:.1},{bound},{share:.4},{distinct_tokens}\n",
                     self.options.model.replace(',', ";"),
                     phase.name(),
                     seconds * 1e3,
@@ -73,6 +78,7 @@ impl Sweep {
             "model": self.options.model,
             "layout": self.options.layout,
             "copy_bytes_per_s": self.copy_bytes_per_s,
+            "link": self.link.map(|link| json!({ "all_reduce_us": link.all_reduce_s * 1e6, "bytes_per_s": link.bytes_per_s })),
             "build_seconds": self.build_seconds,
             "chunk": self.options.chunk,
             "cells": self.cells.iter().map(cell_json).collect::<Vec<Value>>(),
@@ -87,9 +93,9 @@ fn cell_json(cell: &Cell) -> Value {
         "context": cell.context,
         "ms": cell.seconds * 1e3,
         "tokens_per_s": cell.tokens_per_s(),
-        "bytes": cell.bound.map(|bound| bound.bytes),
-        "flops": cell.bound.map(|bound| bound.flops),
-        "bound_ms": cell.bound.map(|bound| bound.seconds * 1e3),
+        "bytes": cell.bound.bytes,
+        "flops": cell.bound.flops,
+        "bound_ms": cell.bound.seconds * 1e3,
         "share": cell.share(),
         "distinct_tokens": cell.distinct_tokens,
     })
@@ -99,32 +105,23 @@ impl fmt::Display for Cell {
     /// One line, as progress.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { phase, batch, context, seconds, distinct_tokens, .. } = self;
-        write!(f, "{} {batch} x {context}: {:.3} ms", phase.name(), seconds * 1e3)?;
-        if let Some(share) = self.share() {
-            write!(f, ", {:.0} % of the bound", 100.0 * share)?;
-        }
-        write!(f, ", {distinct_tokens} tokens")
+        let (phase, ms, share) = (phase.name(), seconds * 1e3, 100.0 * self.share());
+        write!(f, "{phase} {batch} x {context}: {ms:.3} ms, {share:.0} % of the bound, {distinct_tokens} tokens")
     }
 }
 
 /// The columns of the bound.
-struct Counted<'a> {
-    cell: &'a Cell,
+struct Counted {
+    bound: Bound,
     digits: usize,
-    none: &'static str,
     separator: &'static str,
 }
 
-impl fmt::Display for Counted<'_> {
+impl fmt::Display for Counted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { cell, digits, none, separator } = *self;
-        match cell.bound {
-            Some(Bound { bytes, flops, seconds }) => {
-                let (gb, tflop, ms) = (bytes / 1e9, flops / 1e12, seconds * 1e3);
-                write!(f, "{gb:.digits$}{separator}{tflop:.digits$}{separator}{ms:.digits$}")
-            }
-            None => write!(f, "{none}{separator}{none}{separator}{none}"),
-        }
+        let Self { bound: Bound { bytes, flops, seconds }, digits, separator } = *self;
+        let (gb, tflop, ms) = (bytes / 1e9, flops / 1e12, seconds * 1e3);
+        write!(f, "{gb:.digits$}{separator}{tflop:.digits$}{separator}{ms:.digits$}")
     }
 }
 
@@ -135,19 +132,21 @@ fn push(text: &mut String, line: fmt::Arguments<'_>) {
 #[cfg(test)]
 mod tests {
     use super::super::{Phase, SweepOptions};
+    use crate::cuda::LinkRate;
     use super::*;
 
-    fn sweep(layout: ParallelLayout, bound: Option<Bound>) -> Sweep {
+    fn sweep(layout: ParallelLayout) -> Sweep {
         let options = SweepOptions { layout, ..SweepOptions::standard("gpt-oss-20b-random".into()) };
+        let bound = Bound { bytes: 8e9, flops: 2e12, seconds: 0.002 };
         let prompt = Cell { phase: Phase::Prefill, batch: 1, context: 1024, seconds: 0.025, bound, distinct_tokens: 1 };
         let step = Cell { phase: Phase::Decode, batch: 8, context: 8192, seconds: 0.004, bound, distinct_tokens: 8 };
-        Sweep { options, copy_bytes_per_s: 4.2e12, build_seconds: 7.0, cells: vec![prompt, step] }
+        let link = (layout.ranks() > 1).then_some(LinkRate { all_reduce_s: 2.5e-6, bytes_per_s: 390e9 });
+        Sweep { options, copy_bytes_per_s: 4.2e12, link, build_seconds: 7.0, cells: vec![prompt, step] }
     }
 
     #[test]
     fn every_row_has_the_columns_of_its_head() {
-        let bound = Bound { bytes: 8e9, flops: 2e12, seconds: 0.002 };
-        for sweep in [sweep(ParallelLayout::tp(1), Some(bound)), sweep(ParallelLayout { tp: 4, ep: 4, dp: 1 }, None)] {
+        for sweep in [sweep(ParallelLayout::tp(1)), sweep(ParallelLayout { tp: 4, ep: 4, dp: 1 })] {
             let (markdown, csv) = (sweep.markdown(), sweep.csv());
             let bars: Vec<usize> =
                 markdown.lines().filter(|line| line.starts_with('|')).map(|line| line.matches('|').count()).collect();
@@ -159,15 +158,14 @@ mod tests {
 
     #[test]
     fn values_have_their_units() {
-        let bound = Bound { bytes: 8e9, flops: 2e12, seconds: 0.002 };
-        let one = sweep(ParallelLayout::tp(1), Some(bound));
+        let one = sweep(ParallelLayout::tp(1));
         assert!(one.markdown().contains("| decode | 8 | 8192 | 4.00 | 2000 | 8.00 | 2.00 | 2.00 | 50 % | 8 |"));
         let csv = one.csv();
         assert!(csv.contains("gpt-oss-20b-random,1,1,1,prefill,1,1024,25.0000,40960.0,8.0000,2.0000,2.0000,0.0800,1"));
-        let four = sweep(ParallelLayout { tp: 4, ep: 4, dp: 1 }, None);
+        let four = sweep(ParallelLayout { tp: 4, ep: 4, dp: 1 });
         assert!(four.markdown().starts_with("# gpt-oss-20b-random, EP4 DP1 TP4, 4 GPUs\n"));
-        assert!(four.markdown().contains("| decode | 8 | 8192 | 4.00 | 2000 | - | - | - | - | 8 |"));
-        assert_eq!(four.json()["cells"][1]["share"], Value::Null);
+        assert!(four.markdown().contains("over the GPUs: 2.50 us; from one to another: 390 GB/s.\n\n| phase"));
+        assert_eq!((one.json()["link"].clone(), four.json()["link"]["all_reduce_us"].clone()), (Value::Null, json!(2.5)));
         assert_eq!(four.json()["layout"]["tp"], 4);
     }
 }

@@ -8,10 +8,10 @@ use engine::{KvListener, KvReader};
 use kv::KvSlice;
 use model::Checkpoint;
 use scheduler::plan::{RowOutputKind, StepPlan};
-use types::{KvDtype, PageId, ParallelLayout, Sampling, TokenId};
+use types::{KvDtype, KvLayout, PageId, ParallelLayout, Sampling, TokenId};
 
 use crate::driver::{self, Driver, Row, copy_kv, greedy};
-use crate::{distance, gpu_is_here, nano, options, prompt};
+use crate::{distance, gpu_is_here, nano, options, prompt, spreads};
 
 /// Computes a prompt in `from`, moves it to `to`, and decodes there.
 fn hand_over(from: &mut Driver, to: &mut Driver, steps: usize) -> Vec<TokenId> {
@@ -39,7 +39,7 @@ fn a_sequence_goes_on_in_another_engine() {
     if !gpu_is_here() {
         return;
     }
-    let (mut a, mut b) = (nano(options(), None), nano(options(), None));
+    let mut a = nano(options(), None);
     let tokens = prompt(300);
     a.bind(2, &tokens, greedy());
     let mut want = Vec::new();
@@ -49,7 +49,18 @@ fn a_sequence_goes_on_in_another_engine() {
         next = Row::decode(2);
     }
     a.end(2);
-    assert_eq!(hand_over(&mut a, &mut b, 40), want);
+    let mut engines: Vec<_> = spreads().into_iter().map(|options| (options.layout, nano(options, None))).collect();
+    for (layout, b) in &mut engines {
+        let there = hand_over(&mut a, b, 40);
+        let back = hand_over(b, &mut a, 40);
+        if *layout == ParallelLayout::tp(1) {
+            assert_eq!((&there, &back), (&want, &want));
+        }
+        // Another layout rounds otherwise: a close step may fall otherwise, and what follows with it.
+        let equal = |tokens: &[TokenId]| tokens.iter().zip(&want).take_while(|(got, want)| got == want).count();
+        println!("{layout}: the first {} tokens there and {} back of 41 are equal", equal(&there), equal(&back));
+        assert!(equal(&there) >= 8 && equal(&back) >= 8, "{layout}");
+    }
 }
 
 #[test]
@@ -63,12 +74,22 @@ fn pages_are_laid_out_as_the_cpu_engines() {
         page_tokens: 32,
         ..driver::options(ParallelLayout::tp(2))
     };
-    let (mut cpu, mut gpu) = (Driver::new(cpu), nano(options(), None));
+    let mut cpu = Driver::new(cpu);
+    for options in spreads() {
+        let layout = options.layout;
+        let distance = over_pages_of_another(&mut cpu, &mut nano(options, None));
+        println!("{layout}: logits over the cpu engine's pages: {distance:.2e} from those over our own");
+        // Keys of two bf16 engines differ by about half a percent; a wrong layout would leave nothing in common.
+        assert!(distance < 0.05, "{layout}: {distance}");
+    }
+}
+
+fn over_pages_of_another(cpu: &mut Driver, gpu: &mut Driver) -> f64 {
     let tokens = prompt(300);
     // The last position's logits, over keys and values of the cpu engine, are about those over the gpu's own.
     let mut last = Vec::new();
     for moved in [true, false] {
-        let source = if moved { &mut cpu } else { &mut gpu };
+        let source = if moved { &mut *cpu } else { &mut *gpu };
         source.bind(2, &tokens, greedy());
         source.step(vec![Row::new(2, &tokens[..299], RowOutputKind::None)]);
         if moved {
@@ -76,45 +97,43 @@ fn pages_are_laid_out_as_the_cpu_engines() {
             gpu.grow(2, 0, 299);
             gpu.launch(Vec::new());
             gpu.group.collect().unwrap();
-            copy_kv(&cpu, &gpu, 2);
+            copy_kv(cpu, gpu, 2);
             gpu.sequences.get_mut(&2).unwrap().len = 299;
         }
         last.push(gpu.step(vec![Row::new(2, &tokens[299..], RowOutputKind::LastLogits)]).rows.remove(0).logits);
         gpu.end(2);
     }
-    // Keys of two bf16 engines differ by about half a percent; a wrong layout would leave nothing in common.
-    let distance = distance(&last[0], &last[1]);
-    println!("logits over the cpu engine's pages: {distance:.2e} from those over our own");
-    assert!(distance < 0.05, "{distance}");
+    distance(&last[0], &last[1])
 }
 
 /// A slice as it was when it was published.
 struct Published {
+    rank: u32,
     slice: KvSlice,
     page: PageId,
     bytes: Vec<u8>,
 }
 
-#[derive(Default)]
 struct Recorder {
-    calls: Mutex<Vec<Range<u32>>>,
+    layout: KvLayout,
+    calls: Mutex<Vec<(u32, Range<u32>)>>,
     slices: Mutex<Vec<Published>>,
 }
 
 impl KvListener for Recorder {
     fn layers_ready(&self, rank: u32, plan: &StepPlan, layers: Range<u32>, kv: &dyn KvReader) {
-        assert_eq!(rank, 0);
-        self.calls.lock().unwrap().push(layers.clone());
+        self.calls.lock().unwrap().push((rank, layers.clone()));
         let model = Checkpoint::embedded_nano();
-        let layout = engine::cuda::kv_layout(model.config(), &options());
+        let heads = self.layout.kv_heads / self.layout.tp;
         for layer in layers {
             let group = model.config().page_group(layer as usize);
             let pages = &plan.pages.iter().find(|delta| delta.group == group).unwrap().append;
             for (logical, page) in pages.iter().enumerate() {
-                let slice = KvSlice { group, layer, page: logical as u32, head_start: 1, head_count: 2 };
-                let mut bytes = vec![0; 2 * layout.head_bytes()];
-                kv.export_kv(&slice, *page, &mut bytes).unwrap();
-                self.slices.lock().unwrap().push(Published { slice, page: *page, bytes });
+                let (page, logical) = (*page, logical as u32);
+                let slice = KvSlice { group, layer, page: logical, head_start: rank * heads, head_count: heads };
+                let mut bytes = vec![0; heads as usize * self.layout.head_bytes()];
+                kv.export_kv(&slice, page, &mut bytes).unwrap();
+                self.slices.lock().unwrap().push(Published { rank, slice, page, bytes });
             }
         }
     }
@@ -125,23 +144,38 @@ fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
     if !gpu_is_here() {
         return;
     }
-    for (publish_layers, ranges) in [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4])] {
-        let recorder = Arc::new(Recorder::default());
-        let options = engine::cuda::CudaOptions { publish_layers, ..options() };
-        let mut gpu = nano(options, Some(recorder.clone()));
-        gpu.bind(0, &prompt(100), Sampling::default());
-        let mut row = Row::new(0, &prompt(100), RowOutputKind::None);
-        row.publish_kv = true;
-        gpu.step(vec![row]);
-        gpu.step(vec![Row::new(0, &[1], RowOutputKind::None)]); // not published
-        assert_eq!(*recorder.calls.lock().unwrap(), ranges);
-        let slices = std::mem::take(&mut *recorder.slices.lock().unwrap());
-        assert_eq!(slices.len(), 4 * 100_usize.div_ceil(32));
-        for Published { slice, page, bytes } in slices {
-            assert!(bytes.iter().any(|byte| *byte != 0), "{slice:?} was empty");
-            let now = gpu.group.export_kv(0, vec![(slice, page)]).unwrap().remove(0);
-            // Position 100 was written since, to the last page.
-            assert!(now == bytes || slice.page == 3, "{slice:?} changed after it was published");
+    for options in spreads() {
+        for (publish_layers, ranges) in [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4])] {
+            publishes(engine::cuda::CudaOptions { publish_layers, ..options.clone() }, &ranges);
         }
+    }
+}
+
+fn publishes(options: engine::cuda::CudaOptions, ranges: &[Range<u32>]) {
+    let layout = engine::cuda::kv_layout(Checkpoint::embedded_nano().config(), &options);
+    let ranks = options.layout.ranks();
+    let recorder = Arc::new(Recorder { layout, calls: Mutex::default(), slices: Mutex::default() });
+    let mut gpu = nano(options, Some(recorder.clone()));
+    gpu.bind(0, &prompt(100), Sampling::default());
+    let mut row = Row::new(0, &prompt(100), RowOutputKind::None);
+    row.publish_kv = true;
+    gpu.step(vec![row]);
+    gpu.step(vec![Row::new(0, &[1], RowOutputKind::None)]); // not published
+    // A step is collected when rank 0 has ended it: the others may still be publishing.
+    for rank in 0..ranks {
+        gpu.group.export_kv(rank, Vec::new()).unwrap();
+    }
+    let calls = std::mem::take(&mut *recorder.calls.lock().unwrap());
+    for rank in 0..ranks {
+        let of_rank: Vec<_> = calls.iter().filter(|call| call.0 == rank).map(|call| call.1.clone()).collect();
+        assert_eq!(of_rank, ranges, "rank {rank}");
+    }
+    let slices = std::mem::take(&mut *recorder.slices.lock().unwrap());
+    assert_eq!(slices.len(), ranks as usize * 4 * 100_usize.div_ceil(32));
+    for Published { rank, slice, page, bytes } in slices {
+        assert!(bytes.iter().any(|byte| *byte != 0), "{slice:?} was empty");
+        let now = gpu.group.export_kv(rank, vec![(slice, page)]).unwrap().remove(0);
+        // Position 100 was written since, to the last page.
+        assert!(now == bytes || slice.page == 3, "{slice:?} changed after it was published");
     }
 }

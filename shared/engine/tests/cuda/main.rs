@@ -53,8 +53,25 @@ fn options() -> CudaOptions {
         max_context_tokens: 4096,
         publish_layers: None,
         masked_tokens: Vec::new(),
-        first_device: 0,
+        devices: vec![0],
     }
+}
+
+/// The same for every layout that the GPUs here allow: one rank, ranks that exchange between two GPUs, and ranks that share
+/// GPUs, whose exchanges the host orders.
+fn spreads() -> Vec<CudaOptions> {
+    let ep = |ep, tp| ParallelLayout { tp, ep, dp: 1 };
+    let two = if cuda::available().expect("asked before") > 1 { [0, 1] } else { [0, 0] };
+    let four = two.repeat(2);
+    [
+        (ParallelLayout::tp(1), vec![0]),
+        (ParallelLayout::tp(2), two.to_vec()),
+        (ep(2, 2), two.to_vec()),
+        (ep(4, 4), four.clone()),
+        (ep(2, 4), four),
+    ]
+    .map(|(layout, devices)| CudaOptions { layout, devices, ..options() })
+    .into()
 }
 
 fn nano(options: CudaOptions, listener: Option<Arc<dyn KvListener>>) -> Driver {

@@ -8,7 +8,7 @@ use scheduler::plan::{RowOutputKind, StepPlan, StepRow};
 use types::{KvDtype, ParallelLayout, SlotId, TokenId};
 
 use crate::driver::{self, Driver, Row, greedy};
-use crate::{ERROR_RATIO, distance, gpu_is_here, logits, nano, options, prompt};
+use crate::{ERROR_RATIO, distance, gpu_is_here, logits, nano, options, prompt, spreads};
 
 const SEQUENCES: [&str; 5] = ["short5", "len40", "len130", "len300", "len1000"];
 /// Steps with a smaller margin between the two best logits may go either way in bf16, whose logits are about 1/256
@@ -49,12 +49,17 @@ fn logits_are_as_near_to_the_reference_as_the_cpu_engines_in_bf16() {
     let cpu =
         CpuOptions { numerics: Numerics::BF16, kv_dtype: KvDtype::Bf16, ..driver::options(ParallelLayout::tp(4)) };
     let allowed = distances(&mut Driver::new(cpu), 4096);
-    let mut gpu = nano(options(), None);
-    // One chunk, chunks that end within pages and tiles, and decode's kernels for every token.
-    for chunk in [4096, 50, 7, 1] {
-        for ((name, ours), cpu) in SEQUENCES.iter().zip(distances(&mut gpu, chunk)).zip(&allowed) {
-            println!("{name} in chunks of {chunk}: {ours:.2e} from f32, the cpu engine in bf16 {cpu:.2e}");
-            assert!(ours <= ERROR_RATIO * cpu, "{name} in chunks of {chunk}");
+    for options in spreads() {
+        let layout = options.layout;
+        let mut gpu = nano(options, None);
+        // One chunk, chunks that end within pages and tiles, and decode's kernels for every token.
+        for chunk in [4096, 50, 7, 1] {
+            for ((name, ours), cpu) in SEQUENCES.iter().zip(distances(&mut gpu, chunk)).zip(&allowed) {
+                println!(
+                    "{layout}, {name} in chunks of {chunk}: {ours:.2e} from f32, the cpu engine in bf16 {cpu:.2e}"
+                );
+                assert!(ours <= ERROR_RATIO * cpu, "{layout}, {name} in chunks of {chunk}");
+            }
         }
     }
 }
@@ -121,15 +126,17 @@ fn greedy_continuations_agree_but_for_close_steps() {
         return;
     }
     let cases = greedy_cases();
-    let mut gpu = nano(options(), None);
-    for chunk in [4096, 50] {
-        let close = follow(&mut gpu, &cases, chunk);
-        println!(
-            "chunks of {chunk}: {} of {} continuations equal, {close} end at a close step",
-            cases.len() - close,
-            cases.len()
-        );
-        assert!(close <= 1, "{close} of {} continuations end at a close step", cases.len());
+    for options in spreads() {
+        let layout = options.layout;
+        let mut gpu = nano(options, None);
+        for chunk in [4096, 50] {
+            let (close, all) = (follow(&mut gpu, &cases, chunk), cases.len());
+            println!(
+                "{layout}, chunks of {chunk}: {} of {all} continuations equal, {close} end at a close step",
+                all - close
+            );
+            assert!(close <= 1, "{layout}: {close} of {all} continuations end at a close step");
+        }
     }
 }
 
@@ -138,7 +145,14 @@ fn tokens_are_the_same_run_ahead_or_fed_back() {
     if !gpu_is_here() {
         return;
     }
-    let mut gpu = nano(options(), None);
+    for options in spreads() {
+        let layout = options.layout;
+        let runs = runs_ahead_and_fed_back(&mut nano(options, None));
+        assert_eq!(runs[0], runs[1], "{layout}");
+    }
+}
+
+fn runs_ahead_and_fed_back(gpu: &mut Driver) -> Vec<Vec<Vec<TokenId>>> {
     let prompts: Vec<Vec<TokenId>> = (0..3).map(|slot| prompt(40 + 30 * slot)).collect();
     let mut runs = Vec::new();
     for runs_ahead in [false, true] {
@@ -164,7 +178,7 @@ fn tokens_are_the_same_run_ahead_or_fed_back() {
         (0..3).for_each(|slot| gpu.end(slot));
         runs.push(tokens);
     }
-    assert_eq!(runs[0], runs[1]);
+    runs
 }
 
 /// The same prompt in batches of many sizes, each padded and computed in its own way: all rows of a batch are equal,
@@ -174,7 +188,13 @@ fn rows_of_a_batch_do_not_disturb_each_other() {
     if !gpu_is_here() {
         return;
     }
-    let mut gpu = nano(options(), None);
+    for options in spreads() {
+        println!("{}", options.layout);
+        rows_of_batches(&mut nano(options, None));
+    }
+}
+
+fn rows_of_batches(gpu: &mut Driver) {
     let (tokens, want) = sequence("len130");
     let vocab = want.len() / tokens.len();
     let want = &want[want.len() - vocab..];
@@ -209,15 +229,18 @@ fn masked_tokens_are_never_sampled_but_their_logits_are_returned() {
     if !gpu_is_here() {
         return;
     }
-    let mut gpu = nano(engine::cuda::CudaOptions { masked_tokens: vec![0..1000, 1001..2048], ..options() }, None);
-    let sampling = types::Sampling { temperature: 100.0, ..Default::default() };
-    gpu.bind(0, &prompt(40), sampling);
-    for tokens in [prompt(40), vec![1000], vec![1000]] {
-        let output = gpu.step(vec![Row::new(0, &tokens, RowOutputKind::Sample)]);
-        assert_eq!(output.rows[0].sampled.as_ref().unwrap().token, 1000);
+    for options in spreads() {
+        let options = engine::cuda::CudaOptions { masked_tokens: vec![0..1000, 1001..2048], ..options };
+        let mut gpu = nano(options, None);
+        let sampling = types::Sampling { temperature: 100.0, ..Default::default() };
+        gpu.bind(0, &prompt(40), sampling);
+        for tokens in [prompt(40), vec![1000], vec![1000]] {
+            let output = gpu.step(vec![Row::new(0, &tokens, RowOutputKind::Sample)]);
+            assert_eq!(output.rows[0].sampled.as_ref().unwrap().token, 1000);
+        }
+        let output = gpu.step(vec![Row::new(0, &[1000], RowOutputKind::LastLogits)]);
+        assert!(output.rows[0].logits.len() == 2048 && output.rows[0].logits.iter().all(|logit| logit.is_finite()));
     }
-    let output = gpu.step(vec![Row::new(0, &[1000], RowOutputKind::LastLogits)]);
-    assert!(output.rows[0].logits.len() == 2048 && output.rows[0].logits.iter().all(|logit| logit.is_finite()));
 }
 
 #[test]
@@ -225,16 +248,38 @@ fn a_plan_that_cannot_be_run_names_step_and_reason() {
     if !gpu_is_here() {
         return;
     }
-    let gpu = nano(options(), None);
-    let row = StepRow {
-        slot: SlotId(3),
-        position: 0,
-        tokens: scheduler::plan::RowTokens::Known(vec![1]),
-        output: RowOutputKind::None,
-        publish_kv: false,
-        mask: None,
-    };
-    let plan = std::sync::Arc::new(StepPlan { step: 8, rows: vec![row], ..StepPlan::default() });
-    let error = gpu.group.launch(plan).and_then(|()| gpu.group.collect()).unwrap_err().to_string();
-    assert!(error.contains("step 8 cannot be run: slot 3 lacks pages"), "{error}");
+    for options in spreads() {
+        let gpu = nano(options, None);
+        let row = StepRow {
+            slot: SlotId(3),
+            position: 0,
+            tokens: scheduler::plan::RowTokens::Known(vec![1]),
+            output: RowOutputKind::None,
+            publish_kv: false,
+            mask: None,
+        };
+        let plan = std::sync::Arc::new(StepPlan { step: 8, rows: vec![row], ..StepPlan::default() });
+        let error = gpu.group.launch(plan).and_then(|()| gpu.group.collect()).unwrap_err().to_string();
+        assert!(error.contains("step 8 cannot be run: slot 3 lacks pages"), "{error}");
+    }
+}
+
+/// A layout's ranks and devices must fit, and what does not is said before anything is loaded.
+#[test]
+fn layouts_that_do_not_fit_are_refused() {
+    if !gpu_is_here() {
+        return;
+    }
+    let cases = [
+        (ParallelLayout::tp(2), vec![0], "devices are named for 1"),
+        (ParallelLayout::tp(3), vec![0; 3], "tp is 3"),
+        (ParallelLayout { tp: 1, ep: 2, dp: 2 }, vec![0; 2], "one attention group"),
+    ];
+    for (layout, devices, reason) in cases {
+        let weights = engine::cuda::Weights::Checkpoint(std::sync::Arc::new(model::Checkpoint::embedded_nano()));
+        let options = engine::cuda::CudaOptions { layout, devices, ..options() };
+        let built = engine::cuda::build_group(weights, options, None, std::sync::Arc::new(|_| {}));
+        let error = built.map(drop).unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
 }

@@ -7,8 +7,8 @@ use scheduler::mask::{MaskFailure, MaskPromise};
 use scheduler::plan::{RowOutputKind, SlotBinding, StepOutput};
 use types::{Sampling, SlotId, TokenId, TokenMask};
 
-use crate::driver::{Row, greedy};
-use crate::{gpu_is_here, nano, options, prompt};
+use crate::driver::{Driver, Row, greedy};
+use crate::{gpu_is_here, nano, options, prompt, spreads};
 
 /// One slot yields logits while another, with the same tokens in the same step, samples from them.
 fn compare(name: &str, sampling: Sampling) {
@@ -103,7 +103,10 @@ fn masks_of_a_step_ahead_may_depend_on_the_step_before() {
     if !gpu_is_here() {
         return;
     }
-    let mut gpu = nano(options(), None);
+    spreads().into_iter().for_each(|options| masks_ahead(&mut nano(options, None)));
+}
+
+fn masks_ahead(gpu: &mut Driver) {
     gpu.bind(0, &[1, 2, 3], greedy());
     gpu.bind(1, &[4, 5], greedy());
     let [first, second, third] = [(); 3].map(|()| MaskPromise::new());

@@ -14,7 +14,7 @@ use scheduler::plan::RowOutputKind;
 use types::{KvDtype, ParallelLayout, TokenId};
 
 use crate::driver::{self, Driver, Row, greedy};
-use crate::{ERROR_RATIO, distance, gpu_is_here, logits, options, over};
+use crate::{ERROR_RATIO, distance, gpu_is_here, logits, options, over, spreads};
 
 /// gpt-oss-20b with other numbers of layers, experts and tokens.
 fn config_json(layers: usize, experts: usize, vocab: usize) -> serde_json::Value {
@@ -107,6 +107,11 @@ fn cpu(checkpoint: &Arc<Checkpoint>, numerics: Numerics, kv_dtype: KvDtype) -> D
     Driver::over(group, pages)
 }
 
+fn cosine(a: &[f32], b: &[f32]) -> f64 {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
 #[test]
 fn released_widths_are_as_near_to_f32_as_the_cpu_engine_in_bf16() {
     if !gpu_is_here() {
@@ -119,11 +124,23 @@ fn released_widths_are_as_near_to_f32_as_the_cpu_engine_in_bf16() {
     let want = logits(&mut cpu(&checkpoint, Numerics::F32, KvDtype::F32), &tokens, 4096);
     let bf16 = logits(&mut cpu(&checkpoint, Numerics::BF16, KvDtype::Bf16), &tokens, 4096);
     let allowed = distance(&bf16, &want);
-    let mut gpu = over(Weights::Checkpoint(checkpoint), options(), None);
-    for chunk in [4096, 100, 16, 1] {
-        let ours = distance(&logits(&mut gpu, &tokens, chunk), &want);
-        println!("chunks of {chunk}: {ours:.2e} from f32, the cpu engine in bf16 {allowed:.2e}");
-        assert!(ours <= ERROR_RATIO * allowed, "chunks of {chunk}");
+    let mut first = Vec::new();
+    for options in spreads() {
+        let layout = options.layout;
+        let mut gpu = over(Weights::Checkpoint(checkpoint.clone()), options, None);
+        for chunk in [4096, 100, 16, 1] {
+            let got = logits(&mut gpu, &tokens, chunk);
+            let ours = distance(&got, &want);
+            if first.is_empty() {
+                first.clone_from(&got);
+            }
+            let cosine = cosine(&got, &first);
+            println!(
+                "{layout}, chunks of {chunk}: {ours:.2e} from f32, the cpu engine in bf16 {allowed:.2e}; cosine {cosine:.6}"
+            );
+            assert!(ours <= ERROR_RATIO * allowed, "{layout}, chunks of {chunk}");
+            assert!(cosine > 0.999, "{layout}, chunks of {chunk}: cosine {cosine} with one rank");
+        }
     }
 }
 
@@ -148,10 +165,6 @@ fn random_weights_of_the_20b_shape_are_consistent() {
         gpu.end(0);
         last.push(output);
     }
-    let cosine = |a: &[f32], b: &[f32]| {
-        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
-        dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
-    };
     for (chunk, logits) in [(60, &last[1]), (1, &last[2])] {
         let cosine = cosine(logits, &last[0]);
         println!("20b, chunks of {chunk} against one: cosine {cosine:.5}");

@@ -1,4 +1,4 @@
-//! The collective of the CPU ranks: each publishes a vector, all read all of them.
+//! How the ranks of a group, threads of one process, exchange values: each publishes one, all read all of them.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
@@ -8,14 +8,14 @@ use crate::fault::Fault;
 
 /// What the ranks of a group share. Two buffers a rank, used in turn: a rank that fills one for exchange `n + 1` cannot disturb readers of
 /// exchange `n`, and by the barrier of `n + 1` all have finished reading `n`, whose buffer `n + 2` will fill. One barrier an exchange is enough.
-pub(crate) struct Exchange {
-    buffers: Vec<[RwLock<Vec<f32>>; 2]>,
+pub(crate) struct Exchange<T = Vec<f32>> {
+    buffers: Vec<[RwLock<T>; 2]>,
     arrived: AtomicUsize,
     generation: AtomicU64,
     fault: Arc<Fault>,
 }
 
-impl Exchange {
+impl<T: Default> Exchange<T> {
     pub(crate) fn new(ranks: u32, fault: Arc<Fault>) -> Self {
         let buffers = (0..ranks).map(|_| Default::default()).collect();
         Self { buffers, arrived: AtomicUsize::new(0), generation: AtomicU64::new(0), fault }
@@ -40,27 +40,27 @@ impl Exchange {
 }
 
 /// One rank's end.
-pub(crate) struct Link {
+pub(crate) struct Link<T = Vec<f32>> {
     rank: usize,
-    exchange: Arc<Exchange>,
+    exchange: Arc<Exchange<T>>,
     turn: usize,
 }
 
-impl Link {
-    pub(crate) const fn new(rank: usize, exchange: Arc<Exchange>) -> Self {
+impl<T: Default> Link<T> {
+    pub(crate) const fn new(rank: usize, exchange: Arc<Exchange<T>>) -> Self {
         Self { rank, exchange, turn: 0 }
     }
 
-    /// Lets `publish` fill this rank's vector, waits for the other ranks, then lets `read` see the vectors of all, in order of rank. Every rank
+    /// Lets `publish` fill this rank's value, waits for the other ranks, then lets `read` see the values of all, in order of rank. Every rank
     /// of the group makes the same sequence of calls.
     ///
     /// # Errors
     /// [`EngineError::RankLost`] if a rank is lost before it has published; `publish`'s own.
-    pub(crate) fn exchange<T>(
+    pub(crate) fn share<R>(
         &mut self,
-        publish: impl FnOnce(&mut Vec<f32>),
-        read: impl FnOnce(&[&[f32]]) -> T,
-    ) -> Result<T, EngineError> {
+        publish: impl FnOnce(&mut T),
+        read: impl FnOnce(&[&T]) -> R,
+    ) -> Result<R, EngineError> {
         let lost = || self.exchange.fault.error(self.rank as u32);
         let turn = self.turn % 2;
         self.turn += 1;
@@ -74,8 +74,25 @@ impl Link {
             .map(|buffers| buffers[turn].read())
             .collect::<Result<Vec<_>, _>>()
             .map_err(|_| lost())?;
-        let vectors: Vec<&[f32]> = guards.iter().map(|guard| guard.as_slice()).collect();
-        Ok(read(&vectors))
+        let values: Vec<&T> = guards.iter().map(|guard| &**guard).collect();
+        Ok(read(&values))
+    }
+}
+
+impl Link<Vec<f32>> {
+    /// [`Self::share`] for vectors.
+    ///
+    /// # Errors
+    /// As [`Self::share`].
+    pub(crate) fn exchange<R>(
+        &mut self,
+        publish: impl FnOnce(&mut Vec<f32>),
+        read: impl FnOnce(&[&[f32]]) -> R,
+    ) -> Result<R, EngineError> {
+        self.share(publish, |vectors| {
+            let slices: Vec<&[f32]> = vectors.iter().map(|vector| vector.as_slice()).collect();
+            read(&slices)
+        })
     }
 }
 

@@ -49,7 +49,7 @@ impl RandomTensors {
             (0..TABLE).map(|_| (SCALES.start + random.next() % (SCALES.end - SCALES.start)) as u8).collect();
         Ok(Self {
             seed,
-            part_seed: seed ^ hash(&format!("rank {rank}")),
+            part_seed: if rank == 0 { seed } else { seed ^ hash(&format!("rank {rank}")) },
             normal: BTreeMap::new(),
             numbers: (0..TABLE.div_ceil(2)).flat_map(|_| random.normal_pair()).take(TABLE).collect(),
             codes: stream.upload(&codes)?,

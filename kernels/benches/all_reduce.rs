@@ -49,7 +49,7 @@ enum Case {
     NcclExperts,
 }
 
-pub(crate) fn run(bench: &mut Bench) {
+pub(crate) fn run(_: &mut Bench) {
     if device::probe().unwrap() < 2 {
         println!("all_reduce: skipped, one GPU, two are needed\n");
         return;

@@ -17,9 +17,9 @@ use scheduler::plan::RowOutputKind;
 use types::ParallelLayout;
 
 use crate::EngineError;
+use crate::cuda::LinkRate;
 use crate::cuda::{self, CudaOptions, Precision, Weights};
 use crate::driver::{Driver, Row, greedy};
-use crate::cuda::LinkRate;
 use crate::roofline::{self, Bound, Group, Machine};
 
 /// Prompts before those that count.

@@ -23,12 +23,14 @@ impl Sweep {
         let gpus =
             if layout.ranks() == 1 { "one GPU".to_owned() } else { format!("{layout}, {} GPUs", layout.ranks()) };
         let rate = self.copy_bytes_per_s / 1e9;
-        let mut text = format!(
-            "# {model}, {gpus}\n\nCopy rate in this run: {rate:.0} GB/s. Prompts in chunks of {chunk}.\n"
-        );
+        let mut text =
+            format!("# {model}, {gpus}\n\nCopy rate in this run: {rate:.0} GB/s. Prompts in chunks of {chunk}.\n");
         if let Some(link) = self.link {
             let (us, rate) = (link.all_reduce_s * 1e6, link.bytes_per_s / 1e9);
-            push(&mut text, format_args!("The shortest sum over the GPUs: {us:.2} us; from one to another: {rate:.0} GB/s.\n"));
+            push(
+                &mut text,
+                format_args!("The shortest sum over the GPUs: {us:.2} us; from one to another: {rate:.0} GB/s.\n"),
+            );
         }
         push(&mut text, format_args!("\n{MARKDOWN_HEAD}"));
         for cell in &self.cells {
@@ -132,8 +134,8 @@ fn push(text: &mut String, line: fmt::Arguments<'_>) {
 #[cfg(test)]
 mod tests {
     use super::super::{Phase, SweepOptions};
-    use crate::cuda::LinkRate;
     use super::*;
+    use crate::cuda::LinkRate;
 
     fn sweep(layout: ParallelLayout) -> Sweep {
         let options = SweepOptions { layout, ..SweepOptions::standard("gpt-oss-20b-random".into()) };
@@ -165,7 +167,10 @@ mod tests {
         let four = sweep(ParallelLayout { tp: 4, ep: 4, dp: 1 });
         assert!(four.markdown().starts_with("# gpt-oss-20b-random, EP4 DP1 TP4, 4 GPUs\n"));
         assert!(four.markdown().contains("over the GPUs: 2.50 us; from one to another: 390 GB/s.\n\n| phase"));
-        assert_eq!((one.json()["link"].clone(), four.json()["link"]["all_reduce_us"].clone()), (Value::Null, json!(2.5)));
+        assert_eq!(
+            (one.json()["link"].clone(), four.json()["link"]["all_reduce_us"].clone()),
+            (Value::Null, json!(2.5))
+        );
         assert_eq!(four.json()["layout"]["tp"], 4);
     }
 }

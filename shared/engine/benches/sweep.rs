@@ -1,8 +1,8 @@
 //! `damask sweep` as a bench: prefill latency by input length and decode steps by batch and context, of random weights of a released
 //! shape.
 //!
-//! `cargo bench -p engine --features cuda --bench sweep -- --shape 20b --out DIR [--chunk 8192] [--tp N] [--ep N]`
-//! writes DIR/20b.{md,csv,json}, with several GPUs DIR/20b-epE-tpN. What is measured, and how: `engine::sweep`.
+//! `cargo bench -p engine --features cuda --bench sweep -- --shape 20b --out DIR [--chunk 8192] [--tp N] [--ep N]
+//! [--prompts 1024,8192] [--batches 1,8] [--contexts 1024]` writes DIR/20b.{md,csv,json}, with several GPUs DIR/20b-epE-tpN. What is measured, and how: `engine::sweep`.
 
 use std::path::PathBuf;
 
@@ -18,11 +18,22 @@ struct Arguments {
     /// Tokens of a prompt that a step takes.
     chunk: Option<usize>,
     layout: ParallelLayout,
+    /// Instead of the standard cells.
+    prompts: Option<Vec<usize>>,
+    batches: Option<Vec<usize>>,
+    contexts: Option<Vec<usize>>,
+}
+
+/// Numbers between commas; `-` for none.
+fn numbers(words: &mut impl Iterator<Item = String>) -> Result<Option<Vec<usize>>> {
+    let list = words.next().context("a list of numbers is missing")?;
+    let numbers = list.split(',').filter(|word| *word != "-").map(|word| Ok(word.parse()?));
+    numbers.collect::<Result<_>>().map(Some)
 }
 
 fn arguments() -> Result<Option<Arguments>> {
-    let (mut shape, mut out, mut chunk) = (None, None, None);
-    let mut layout = ParallelLayout::tp(1);
+    let (mut shape, mut out, mut chunk, mut layout) = (None, None, None, ParallelLayout::tp(1));
+    let (mut prompts, mut batches, mut contexts) = (None, None, None);
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match word.as_str() {
@@ -31,15 +42,18 @@ fn arguments() -> Result<Option<Arguments>> {
             "--chunk" => chunk = Some(words.next().context("--chunk takes a number")?.parse()?),
             "--tp" => layout.tp = words.next().context("--tp takes a number")?.parse()?,
             "--ep" => layout.ep = words.next().context("--ep takes a number")?.parse()?,
+            "--prompts" => prompts = numbers(&mut words)?,
+            "--batches" => batches = numbers(&mut words)?,
+            "--contexts" => contexts = numbers(&mut words)?,
             "--bench" => {} // cargo bench adds it
             other => bail!("unknown argument {other}"),
         }
     }
-    Ok(shape.zip(out).map(|(shape, out)| Arguments { shape, out, chunk, layout }))
+    Ok(shape.zip(out).map(|(shape, out)| Arguments { shape, out, chunk, layout, prompts, batches, contexts }))
 }
 
 fn main() -> Result<()> {
-    let Some(Arguments { shape, out, chunk, layout }) = arguments()? else {
+    let Some(Arguments { shape, out, chunk, layout, prompts, batches, contexts }) = arguments()? else {
         println!("nothing to do without --shape 20b|120b and --out DIR");
         return Ok(());
     };
@@ -51,6 +65,9 @@ fn main() -> Result<()> {
     let ParallelLayout { tp, ep, .. } = layout;
     let name = if tp == 1 { shape.to_string() } else { format!("{shape}-ep{ep}-tp{tp}") };
     options.layout = layout;
+    options.prompts = prompts.unwrap_or(options.prompts);
+    options.batches = batches.unwrap_or(options.batches);
+    options.contexts = contexts.unwrap_or(options.contexts);
     options.chunk = chunk.unwrap_or(options.chunk);
     let weights = Weights::Random { config: shape.config(), seed: 1 };
     let result = sweep(weights, options, &mut |cell| println!("{cell}"))?;

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context;
 use chassis::logs::LogFormat;
+use chassis::traces::Collector;
 use clap::{Args, Parser, Subcommand};
+use tokio::runtime::Runtime;
 
 use crate::bench::BenchArgs;
 use crate::chat::ChatArgs;
@@ -31,6 +32,9 @@ pub(crate) struct Cli {
     /// Seconds that running requests may take to finish once draining began; what remains then is cut.
     #[arg(long, global = true, default_value_t = 20, env = "DAMASK_DRAIN_GRACE_S")]
     drain_grace_s: u64,
+    /// OpenTelemetry collector that the services send their spans to, over gRPC: http://host:4317 [default: none].
+    #[arg(long, global = true, env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    otlp_endpoint: Option<String>,
     #[command(subcommand)]
     command: Command,
 }
@@ -76,11 +80,24 @@ pub(crate) struct ServeArgs {
 }
 
 impl Cli {
+    /// Where the spans of this process go: those of a service, if a collector is named.
+    pub(crate) fn collector(&self) -> Option<Collector> {
+        let role = match self.command {
+            Command::Gateway(_) => Role::Gateway,
+            Command::Router(_) => Role::Router,
+            Command::Prefill(_) => Role::Prefill,
+            Command::Decode(_) => Role::Decode,
+            _ => return None,
+        };
+        let endpoint = self.otlp_endpoint.clone().filter(|endpoint| !endpoint.is_empty())?;
+        Some(Collector { endpoint, service: format!("damask-{}", role.name()) })
+    }
+
     /// Runs the command to its end.
     ///
     /// # Errors
     /// Whatever ends it early, to be shown to the user.
-    pub(crate) fn run(self) -> anyhow::Result<()> {
+    pub(crate) fn run(self, runtime: &Runtime) -> anyhow::Result<()> {
         // The options that child processes take over.
         let format = match self.log_format {
             LogFormat::Text => "text",
@@ -92,28 +109,24 @@ impl Cli {
         if let Some(level) = &self.log_level {
             options.extend(["--log-level".to_owned(), level.clone()]);
         }
+        if let Some(endpoint) = &self.otlp_endpoint {
+            options.extend(["--otlp-endpoint".to_owned(), endpoint.clone()]);
+        }
+        let serve = |role, args: ServeArgs| runtime.block_on(crate::serve::serve(role, &args.config, grace));
         match self.command {
-            Command::Gateway(args) => serve(Role::Gateway, &args, grace),
-            Command::Router(args) => serve(Role::Router, &args, grace),
-            Command::Prefill(args) => serve(Role::Prefill, &args, grace),
-            Command::Decode(args) => serve(Role::Decode, &args, grace),
-            Command::Up(args) => runtime()?.block_on(crate::up::up(args, options, grace)),
-            Command::Node(args) => runtime()?.block_on(crate::node::node(args, options, grace)),
-            Command::Chat(args) => runtime()?.block_on(crate::up::chat(args, options, grace)),
-            Command::Bench(args) => runtime()?.block_on(args.run()),
+            Command::Gateway(args) => serve(Role::Gateway, args),
+            Command::Router(args) => serve(Role::Router, args),
+            Command::Prefill(args) => serve(Role::Prefill, args),
+            Command::Decode(args) => serve(Role::Decode, args),
+            Command::Up(args) => runtime.block_on(crate::up::up(args, options, grace)),
+            Command::Node(args) => runtime.block_on(crate::node::node(args, options, grace)),
+            Command::Chat(args) => runtime.block_on(crate::up::chat(args, options, grace)),
+            Command::Bench(args) => runtime.block_on(args.run()),
             Command::Sweep(args) => args.run(),
             Command::Plan(args) => args.run(),
             Command::Config(command) => command.run(),
             Command::Doctor(args) => crate::doctor::doctor(&args),
-            Command::Health(args) => runtime()?.block_on(crate::health::health(&args)),
+            Command::Health(args) => runtime.block_on(crate::health::health(&args)),
         }
     }
-}
-
-fn serve(role: Role, args: &ServeArgs, grace: Duration) -> anyhow::Result<()> {
-    runtime()?.block_on(crate::serve::serve(role, &args.config, grace))
-}
-
-fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the async runtime")
 }

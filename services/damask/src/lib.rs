@@ -7,7 +7,9 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use chassis::logs::LogFormat;
+use chassis::traces::Traces;
 use clap::Parser;
+use tokio::runtime::Runtime;
 
 mod bench;
 mod chat;
@@ -36,17 +38,31 @@ pub fn main() -> ExitCode {
     // First of all, while there is one thread. What it could fail for, NCCL's own start refuses with the same words.
     let _ = device::nccl::forbid_multicast();
     let cli = cli::Cli::parse();
-    if let Err(error) = chassis::logs::init(cli.log_format, cli.log_level.as_deref()) {
-        eprintln!("error: {error}");
-        return ExitCode::from(EXIT_USAGE as u8);
-    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: cannot start the async runtime: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let traces = match observe(&cli, &runtime) {
+        Ok(traces) => traces,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            return ExitCode::from(EXIT_USAGE as u8);
+        }
+    };
     // Each connection takes a descriptor, and the usual soft limit of 1024 would be the first to be reached. Where raising it is forbidden, it
     // stays: then too many connections are refused.
     if let Err(error) = rlimit::increase_nofile_limit(u64::MAX) {
         tracing::debug!(%error, "the limit on open files stays as it is");
     }
     let format = cli.log_format;
-    match cli.run() {
+    let outcome = cli.run(&runtime);
+    if let Some(traces) = traces {
+        traces.finish();
+    }
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         // Whoever reads standard output has seen enough, as in `damask chat ... | head`.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
@@ -59,6 +75,14 @@ pub fn main() -> ExitCode {
             ExitCode::from(if is_usage(&error) { EXIT_USAGE as u8 } else { 1 })
         }
     }
+}
+
+/// Starts the log; and for a service, the sending of spans where a collector is named.
+fn observe(cli: &cli::Cli, runtime: &Runtime) -> anyhow::Result<Option<Traces>> {
+    let _entered = runtime.enter();
+    let traces = cli.collector().map(|collector| Traces::start(&collector)).transpose()?;
+    chassis::logs::init(cli.log_format, cli.log_level.as_deref(), traces.as_ref())?;
+    Ok(traces)
 }
 
 /// Whether the configuration is at fault: the file itself, or that it does not fit the model.

@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use futures_util::Stream;
 use tokio::sync::mpsc;
 use tonic::Status;
+use tracing::Span;
 use types::{DecodeEvent, Finished, SampledToken, TokenRun};
 use wire::pb;
 use worker::Mailbox;
@@ -80,6 +81,8 @@ pub struct FlightStream {
     ready: VecDeque<Result<pb::DecodeEvent, Status>>,
     is_over: bool,
     mailbox: Mailbox<Message>,
+    /// Ends with the stream.
+    span: Span,
 }
 
 /// Makes both ends of a stream that holds `tokens_max` tokens.
@@ -87,7 +90,8 @@ pub(crate) fn flight(tokens_max: usize, mailbox: Mailbox<Message>) -> (FlightSen
     // One more for `Joined`, one for the end.
     let (events, receiver) = mpsc::channel(tokens_max + 2);
     let end = Some(events.clone().try_reserve_owned().expect("the channel is empty"));
-    let stream = FlightStream { events: receiver, taken: Vec::new(), ready: VecDeque::new(), is_over: false, mailbox };
+    let (taken, ready, span) = (Vec::new(), VecDeque::new(), Span::none());
+    let stream = FlightStream { events: receiver, taken, ready, is_over: false, mailbox, span };
     (FlightSender { events, end, tokens_max }, stream)
 }
 
@@ -95,6 +99,11 @@ impl FlightStream {
     /// Puts an event in front, before the stream is handed out.
     pub(crate) fn begin_with(&mut self, event: DecodeEvent) {
         self.ready.push_front(Ok(event.into()));
+    }
+
+    /// Keeps `span` open as long as the stream lives, and records the landing in it.
+    pub(crate) fn ends_span(&mut self, span: Span) {
+        self.span = span;
     }
 
     /// Turns the events taken into messages; consecutive tokens become one.
@@ -108,7 +117,11 @@ impl FlightStream {
             self.ready.extend(run.take().map(|run| Ok(DecodeEvent::Tokens(run).into())));
             let message = match event {
                 FlightEvent::Token { .. } => unreachable!("tokens went into the run"),
-                FlightEvent::Joined { kv_bytes, landing_us } => Ok(DecodeEvent::Joined { kv_bytes, landing_us }),
+                FlightEvent::Joined { kv_bytes, landing_us } => {
+                    // Signed: OpenTelemetry's integers are, and others would become text.
+                    self.span.record("kv_bytes", kv_bytes as i64).record("landing_us", landing_us as i64);
+                    Ok(DecodeEvent::Joined { kv_bytes, landing_us })
+                }
                 FlightEvent::End(End::Finished(finished)) => Ok(DecodeEvent::Finished(finished)),
                 FlightEvent::End(End::Preempted) => Ok(DecodeEvent::Preempted),
                 FlightEvent::End(End::Failed(error)) => Err(Status::from(error)),

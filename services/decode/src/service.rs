@@ -87,11 +87,22 @@ impl pb::decode_server::Decode for DecodeService {
     type RunStream = FlightStream;
 
     async fn run(&self, request: Request<pb::DecodeRequest>) -> Result<Response<FlightStream>, GrpcStatus> {
-        let (id, prefill, request) = self.parse(request.into_inner())?;
+        let (caller, _, message) = request.into_parts();
+        let (id, prefill, request) = self.parse(message)?;
         if self.status.state() == WorkerState::Loading {
             return Err(DecodeError::Loading.into());
         }
+        let span = tracing::info_span!(
+            "decode",
+            request_id = %request.id,
+            ticket = %id,
+            kv_bytes = tracing::field::Empty,
+            landing_us = tracing::field::Empty,
+            otel.kind = "server",
+        );
+        wire::trace::adopt(&span, &caller);
         let mut stream = self.reserve(id, prefill.clone(), &request).await?;
+        stream.ends_span(span);
         tracing::debug!(request = %request.id, ticket = %id, %prefill, "reserved");
         stream.begin_with(DecodeEvent::Reserved(Ticket {
             id,

@@ -10,7 +10,6 @@ use chassis::{Address, Network, Tasks};
 use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
 use tokio::sync::watch;
-use tonic::metadata::MetadataMap;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 use types::{ErrorClass, GenerateEvent, GenerateRequest, ModelFingerprint};
@@ -19,6 +18,7 @@ use wire::pb::{GetModelInfoRequest, ModelInfo};
 use wire::status;
 
 use crate::error::ApiError;
+use crate::service::Call;
 
 /// How often the router is asked what it serves, and how often while it is not known to serve.
 const WATCH_INTERVAL: Duration = Duration::from_secs(1);
@@ -82,17 +82,19 @@ impl RouterLink {
         }
     }
 
-    /// Starts a generation; returns once the router has accepted it. Dropping the stream cancels it. `trace` goes
-    /// along.
-    pub(crate) async fn generate(&self, request: GenerateRequest, trace: &MetadataMap) -> Result<Generation, ApiError> {
+    /// Starts a generation for `call`; returns once the router has accepted it. Dropping the stream cancels it.
+    pub(crate) async fn generate(&self, request: GenerateRequest, call: &Call) -> Result<Generation, ApiError> {
         let timeout = request.timeout;
-        let mut call = tonic::Request::new(wire::pb::GenerateRequest::from(request));
-        wire::trace::pass_on(trace, call.metadata_mut());
+        let mut message = tonic::Request::new(wire::pb::GenerateRequest::from(request));
+        wire::trace::hand_on(&call.span, &call.trace, message.metadata_mut());
         if let Some(timeout) = timeout {
-            call.set_timeout(timeout + TIMEOUT_MARGIN);
+            message.set_timeout(timeout + TIMEOUT_MARGIN);
         }
-        let stream = self.client.clone().generate(call).await.map_err(|status| from_status(&status))?.into_inner();
-        let mut events = stream.map(|event| {
+        // The call's span lasts as long as its answer.
+        let span = call.span.clone();
+        let stream = self.client.clone().generate(message).await.map_err(|status| from_status(&status))?.into_inner();
+        let mut events = stream.map(move |event| {
+            let _entered = span.enter();
             let event = event.map_err(|status| from_status(&status))?;
             GenerateEvent::try_from(event).map_err(|error| {
                 tracing::error!(%error, "the router broke the protocol");

@@ -9,6 +9,7 @@ use format::chat::{ChatStream, Conversation, Prompt, TurnContext};
 use futures_util::future::try_join_all;
 use tokio::sync::Semaphore;
 use tonic::metadata::MetadataMap;
+use tracing::Span;
 use types::{Constraint, GenerateRequest, RequestId, Sampling, TokenId};
 
 use crate::answers::{Answers, Slot};
@@ -59,6 +60,8 @@ pub(crate) struct Call {
     pub(crate) id: RequestId,
     /// The client's trace context.
     pub(crate) trace: MetadataMap,
+    /// From the request's arrival to the end of its answer.
+    pub(crate) span: Span,
 }
 
 /// A conversation as the model gets it, and what its turn must look like.
@@ -186,8 +189,7 @@ impl Service {
         let requests = self.requests(&call.id, &job, constraint.as_ref(), info.max_context_tokens)?;
         let prompt_tokens = job.prompts.iter().map(Vec::len).sum::<usize>() as u32;
         slot.caller().spend_prompt(Instant::now(), prompt_tokens, job.prompt_param)?;
-        let generations =
-            try_join_all(requests.into_iter().map(|request| self.router.generate(request, &call.trace))).await?;
+        let generations = try_join_all(requests.into_iter().map(|request| self.router.generate(request, call))).await?;
         let turns = generations.into_iter().map(|generation| (generation, self.turn(&job)));
         self.metrics.prompt_tokens.inc_by(u64::from(prompt_tokens));
         Ok(Answers::new(call.id.clone(), turns.collect(), prompt_tokens, slot, self.metrics.clone()))

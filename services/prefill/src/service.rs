@@ -12,6 +12,7 @@ use scheduler::{PrefillRequest, SequenceSpec};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 use tonic::{Request, Response, Status as GrpcStatus};
+use tracing::{Instrument, Span};
 use transfer::Lanes;
 use types::{GenerateRequest, PrefillEvent, Ticket, WorkerDescription, WorkerState};
 use wire::InvalidMessage;
@@ -77,22 +78,29 @@ impl PrefillService {
             .map_err(|cause| PrefillError::Layout { decode: ticket.decode.clone(), cause })
     }
 
-    async fn submit(&self, ticket: Ticket, request: &GenerateRequest) -> Result<PrefillStream, PrefillError> {
+    async fn submit(
+        &self,
+        ticket: Ticket,
+        request: &GenerateRequest,
+        span: Span,
+    ) -> Result<PrefillStream, PrefillError> {
         let sequence = SequenceSpec::from(request);
         let map = self.check_ticket(&ticket, &sequence)?;
         let deadline = RuntimeClock.now() + ticket.ttl;
         let is_sent = !sequence.is_last_index(sequence.next_index(), self.description.max_context_tokens);
         let prefill = PrefillRequest { ticket: ticket.id, sequence, deadline };
         let (events, receiver) = mpsc::channel(EVENTS_MAX);
-        let stream = PrefillStream { events: receiver, is_over: false, mailbox: self.mailbox.clone() };
         // Nothing is sent for a sequence that is known to end with its first token. Else the task opens the ticket while the prompt waits.
         let handoff = is_sent.then(|| {
+            let transfer =
+                tracing::info_span!(parent: &span, "kv_transfer", ticket = %ticket.id, decode = %ticket.decode);
             let (handoff, commands) = Handoff::new(ticket, map);
             // Work of its own: it outlives the stream, and a drain waits for it.
             let run = Arc::clone(&handoff).run(Arc::clone(&self.lanes), commands, self.mailbox.clone());
-            self.tasks.spawn("handoff", run);
+            self.tasks.spawn("handoff", run.instrument(transfer));
             GiveUpOnDrop(Some(handoff))
         });
+        let stream = PrefillStream { events: receiver, is_over: false, mailbox: self.mailbox.clone(), _span: span };
         let (reply, answer) = oneshot::channel();
         let submit =
             Submit { request: prefill, handoff: handoff.as_ref().and_then(|guard| guard.0.clone()), events, reply };
@@ -130,12 +138,16 @@ impl pb::prefill_server::Prefill for PrefillService {
     type RunStream = PrefillStream;
 
     async fn run(&self, request: Request<pb::PrefillRequest>) -> Result<Response<PrefillStream>, GrpcStatus> {
-        let (ticket, request) = self.parse(request.into_inner())?;
+        let (caller, _, message) = request.into_parts();
+        let (ticket, request) = self.parse(message)?;
         if self.status.state() == WorkerState::Loading {
             return Err(PrefillError::Loading.into());
         }
         tracing::debug!(request = %request.id, ticket = %ticket.id, decode = %ticket.decode, "submitted");
-        Ok(Response::new(self.submit(ticket, &request).await?))
+        let prompt_tokens = request.context_len() as i64;
+        let span = tracing::info_span!("prefill", request_id = %request.id, prompt_tokens, otel.kind = "server");
+        wire::trace::adopt(&span, &caller);
+        Ok(Response::new(self.submit(ticket, &request, span).await?))
     }
 }
 
@@ -144,6 +156,8 @@ pub struct PrefillStream {
     events: mpsc::Receiver<Result<PrefillEvent, PrefillError>>,
     is_over: bool,
     mailbox: Mailbox<Message>,
+    /// Ends with the stream.
+    _span: Span,
 }
 
 impl Stream for PrefillStream {

@@ -7,6 +7,7 @@ use futures_util::stream::{self, BoxStream, StreamExt, TryStreamExt};
 use tokio::sync::mpsc;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
+use tracing::Span;
 use types::{DecodeEvent, ErrorClass, GenerateEvent, GenerateRequest, PrefillEvent, Role, Ticket, TicketId};
 use wire::{InvalidMessage, pb};
 
@@ -229,7 +230,8 @@ impl Drive {
 
     fn request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
-        wire::trace::pass_on(&self.metadata, request.metadata_mut());
+        // The flight's span: `run` is instrumented with it.
+        wire::trace::hand_on(&Span::current(), &self.metadata, request.metadata_mut());
         request
     }
 

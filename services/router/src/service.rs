@@ -48,7 +48,8 @@ impl InferenceService {
         let need = Need { model: served.model.clone(), prompt_tokens: request.context_len() as u64, avoid: Vec::new() };
         let waiting = self.pool.enter(need)?;
         self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);
-        let span = tracing::info_span!("flight", request_id = %request.id);
+        let span = tracing::info_span!("flight", request_id = %request.id, otel.kind = "server");
+        wire::trace::adopt(&span, &metadata);
         let mut out = Vec::new();
         let flight = Flight::new(arrived, request, timeout, self.limits.clone(), &mut out);
         let (client, events) = mpsc::channel(CLIENT_MESSAGES_MAX);

@@ -1,4 +1,4 @@
-//! What every service stands on: config, logs, metrics, admin server, tasks, network.
+//! What every service stands on: config, logs, metrics, traces, admin server, tasks, network.
 //!
 //! Knows: how a process starts, reports on itself, talks over sockets and ends. Must not know: requests, tokens,
 //! protobuf messages or models; a service's own settings live beside the code that they configure.
@@ -12,6 +12,7 @@ pub mod metrics;
 pub mod net;
 pub mod shutdown;
 pub mod tasks;
+pub mod traces;
 
 pub use config::{ConfigError, Problems, Validate};
 pub use metrics::Metrics;

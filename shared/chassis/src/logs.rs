@@ -2,7 +2,11 @@
 
 use std::io::IsTerminal;
 
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt};
+
+use crate::traces::Traces;
 
 /// How a line of the log looks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -46,18 +50,20 @@ pub enum LogError {
 /// Used where neither `--log-level` nor `RUST_LOG` says anything.
 const DEFAULT_LEVEL: &str = "info";
 
-/// Starts logging for the whole process. `level` is a level or a filter such as `info,router=debug`; it wins over `RUST_LOG`.
+/// Starts logging for the whole process, and sends spans by `traces` as well. `level` is a level or a filter such as `info,router=debug`; it
+/// wins over `RUST_LOG`.
 ///
 /// # Errors
 /// A filter that cannot be parsed; a second call.
-pub fn init(format: LogFormat, level: Option<&str>) -> Result<(), LogError> {
+pub fn init(format: LogFormat, level: Option<&str>, traces: Option<&Traces>) -> Result<(), LogError> {
     let level = level.map(str::to_owned).or_else(|| std::env::var("RUST_LOG").ok().filter(|level| !level.is_empty()));
     let level = level.unwrap_or_else(|| DEFAULT_LEVEL.to_owned());
     let filter = EnvFilter::try_new(&level).map_err(|error| LogError::Level { level, reason: error.to_string() })?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    match format {
-        LogFormat::Text => builder.with_ansi(std::io::stderr().is_terminal()).with_target(true).try_init(),
-        LogFormat::Json => builder.json().flatten_event(true).with_current_span(true).with_span_list(false).try_init(),
-    }
-    .map_err(|_| LogError::Twice)
+    let lines = fmt::layer().with_writer(std::io::stderr);
+    let lines: Box<dyn Layer<Registry> + Send + Sync> = match format {
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).with_target(true).boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).with_current_span(true).with_span_list(false).boxed(),
+    };
+    let registry = tracing_subscriber::registry().with(lines.with_filter(filter));
+    registry.with(traces.map(Traces::layer)).try_init().map_err(|_| LogError::Twice)
 }

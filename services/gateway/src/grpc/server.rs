@@ -50,7 +50,10 @@ impl ChatServer {
             Ok((call, prompt))
         })
         .await?;
-        let call = Call { id: id.unwrap_or_else(Call::draw_id), trace };
+        let id = id.unwrap_or_else(Call::draw_id);
+        let span = tracing::info_span!("request", request_id = %id, otel.name = CHAT_ROUTE, otel.kind = "server");
+        wire::trace::adopt(&span, &trace);
+        let call = Call { id, trace, span };
         let seed = plan.sampling.seed;
         let timeout = [timeout, deadline].into_iter().flatten().min();
         let job = Job { timeout, ..Job::chat(plan, prompt, "messages") };

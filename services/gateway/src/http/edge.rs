@@ -10,6 +10,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Json, RequestExt};
 use tonic::metadata::MetadataMap;
 use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer};
+use tracing::{Instrument, Span};
 use types::RequestId;
 
 use crate::auth::Keys;
@@ -46,9 +47,12 @@ pub(super) async fn observe(State(service): State<Arc<Service>>, mut request: Re
     let method = request.method().clone();
     let route = request.extract_parts::<MatchedPath>().await.map_or("unknown".into(), |path| path.as_str().to_owned());
     let trace = MetadataMap::from_headers(request.headers().clone());
-    request.extensions_mut().insert(Call { id: id.clone(), trace });
-    let mut response = next.run(request).await;
+    let span = if route.starts_with("/health") { Span::none() } else { span(&id, &method, &route) };
+    wire::trace::adopt(&span, &trace);
+    request.extensions_mut().insert(Call { id: id.clone(), trace, span: span.clone() });
+    let mut response = next.run(request).instrument(span.clone()).await;
     let status = response.status().as_u16();
+    span.record("http.response.status_code", i64::from(status));
     let head_ms = arrived.elapsed().as_millis() as u64;
     if route.starts_with("/health") {
         tracing::debug!(request_id = %id, %method, route, status, head_ms, "answered");
@@ -59,6 +63,16 @@ pub(super) async fn observe(State(service): State<Arc<Service>>, mut request: Re
     let id = HeaderValue::from_str(id.as_str()).expect("an id is visible ASCII");
     response.headers_mut().insert(REQUEST_ID, id);
     response
+}
+
+fn span(id: &RequestId, method: &Method, route: &str) -> Span {
+    tracing::info_span!(
+        "request",
+        request_id = %id,
+        otel.name = format!("{method} {route}"),
+        otel.kind = "server",
+        http.response.status_code = tracing::field::Empty,
+    )
 }
 
 /// Lets in who has a key; handlers find its owner among the request's extensions.

@@ -41,14 +41,15 @@ pub struct Config {
     pub page_tokens: u32,
     /// Most positions of one sequence, prompt and answer together.
     pub max_context_tokens: u32,
-    /// Most sequences at once.
+    /// Most sequences at once; a multiple of `layout.dp`.
     pub max_sequences: u32,
     /// Output tokens for which pages are set aside when a sequence is admitted; further ones are taken page by page.
     pub growth_tokens: u32,
-    /// Pages for layers of full attention; by default a quarter of what `max_sequences` of the longest context would take, since few
-    /// are that long, and one such sequence at least; on a GPU as many as there is room for.
+    /// Pages for layers of full attention on each rank, whose attention group has `max_sequences / dp` of the sequences; by default a
+    /// quarter of what these would take at the longest context, since few are that long, and one such sequence at least; on a GPU as many
+    /// as there is room for.
     pub full_pages: Option<u32>,
-    /// Pages for layers of sliding-window attention; by default as many as `max_sequences` can use.
+    /// Pages for layers of sliding-window attention on each rank; by default as many as `max_sequences / dp` can use.
     pub window_pages: Option<u32>,
     /// A reservation whose transfer has not been committed by then is given up.
     pub ticket_ttl_ms: u32,
@@ -106,6 +107,13 @@ impl Validate for Config {
         problems.range("page_tokens", self.page_tokens, 1..=1_024);
         problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
         problems.range("max_sequences", self.max_sequences, 1..=4_096);
+        let (sequences, dp) = (self.max_sequences, self.layout.dp);
+        let divides = dp > 0 && sequences.is_multiple_of(dp);
+        problems.check(
+            divides,
+            "max_sequences",
+            format_args!("is {sequences}, it must be a multiple of layout.dp ({dp})"),
+        );
         problems.range("ticket_ttl_ms", self.ticket_ttl_ms, 100..=3_600_000);
         problems.range("stream_tokens_max", self.stream_tokens_max, 1..=1 << 20);
         problems.range("mask_threads", self.mask_threads, 1..=64);
@@ -132,8 +140,10 @@ impl Config {
         }
         let shape = PageShape { page_tokens: self.page_tokens, window: model.window as u32 };
         let longest = shape.pages_for(self.max_context_tokens);
+        let group_sequences = self.max_sequences / self.layout.dp;
         let mut scheduler = DecodeConfig {
             max_sequences: self.max_sequences,
+            dp: self.layout.dp,
             max_context_tokens: self.max_context_tokens,
             growth_tokens: self.growth_tokens,
             max_row_tokens: 1,
@@ -143,7 +153,7 @@ impl Config {
             lookahead: false,
             remembered_tickets: 4 * self.max_sequences + 1_024,
         };
-        let window_pages = scheduler.window_pages_per_sequence(shape).saturating_mul(self.max_sequences);
+        let window_pages = scheduler.window_pages_per_sequence(shape).saturating_mul(group_sequences);
         scheduler.window_pages = self.window_pages.unwrap_or(window_pages);
         let mut engine = EngineConfig {
             role: Role::Decode,
@@ -158,7 +168,7 @@ impl Config {
             max_context_tokens: self.max_context_tokens,
         };
         engine.backend = open.choose_backend(self.backend, &engine)?;
-        let most = self.max_sequences.saturating_mul(longest);
+        let most = group_sequences.saturating_mul(longest);
         let wanted = PagesWanted { longest, most, on_cpu: longest.max(most / 4) };
         scheduler.full_pages = match self.full_pages {
             Some(pages) => pages,

@@ -7,7 +7,7 @@ use scheduler::{ReserveRequest, SequenceSpec};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tonic::{Request, Response, Status as GrpcStatus};
-use types::{DecodeEvent, KvEndpoint, PeerId, Ticket, TicketId, WorkerDescription, WorkerState};
+use types::{DecodeEvent, DpGroup, KvEndpoint, PeerId, Ticket, TicketId, WorkerDescription, WorkerState};
 use wire::InvalidMessage;
 use wire::convert::{sequence, ticket_id};
 use wire::pb;
@@ -64,7 +64,7 @@ impl DecodeService {
         ticket: TicketId,
         prefill: PeerId,
         request: &types::GenerateRequest,
-    ) -> Result<FlightStream, DecodeError> {
+    ) -> Result<(DpGroup, FlightStream), DecodeError> {
         let (events, stream) = flight(self.stream_tokens_max, self.mailbox.clone());
         let (reply, answer) = oneshot::channel();
         let reserve = Reserve {
@@ -77,8 +77,8 @@ impl DecodeService {
             answer.await.map_err(|_| DecodeError::Ending)?
         };
         let after = self.answer_timeout;
-        timeout(after, answered).await.map_err(|_| DecodeError::Stuck { after })??;
-        Ok(stream)
+        let group = timeout(after, answered).await.map_err(|_| DecodeError::Stuck { after })??;
+        Ok((group, stream))
     }
 }
 
@@ -101,15 +101,16 @@ impl pb::decode_server::Decode for DecodeService {
             otel.kind = "server",
         );
         wire::trace::adopt(&span, &caller);
-        let mut stream = self.reserve(id, prefill.clone(), &request).await?;
+        let (dp_group, mut stream) = self.reserve(id, prefill.clone(), &request).await?;
         stream.ends_span(span);
-        tracing::debug!(request = %request.id, ticket = %id, %prefill, "reserved");
+        tracing::debug!(request = %request.id, ticket = %id, %prefill, %dp_group, "reserved");
         stream.begin_with(DecodeEvent::Reserved(Ticket {
             id,
             prefill,
             decode: self.description.peer.clone(),
             kv_endpoint: self.kv_endpoint.clone(),
             kv_layout: self.description.kv_layout.clone(),
+            dp_group,
             ttl: self.ticket_ttl,
         }));
         Ok(Response::new(stream))

@@ -12,7 +12,7 @@ use scheduler::{
 };
 use tokio::sync::oneshot;
 use transfer::{Arrival, ArrivalEvent, CommitReply, EndCause, FirstToken, ReceiveTransport, Revoked};
-use types::{Finished, KvLayout, Load, PageGroup, PeerId, SampledToken, TicketId, Usage};
+use types::{DpGroup, Finished, KvLayout, Load, PeerId, SampledToken, TicketId, Usage};
 use worker::status::pool_load;
 use worker::{Clock, LoadReport, MaskThreads, Next, Opening, Status, StepLoopFailure, Turn, WorkerMetrics};
 
@@ -31,7 +31,8 @@ pub enum Message {
 pub struct Reserve {
     pub(crate) request: ReserveRequest,
     pub(crate) events: FlightSender,
-    pub(crate) reply: oneshot::Sender<Result<(), DecodeError>>,
+    /// Is told which attention group has taken the sequence in.
+    pub(crate) reply: oneshot::Sender<Result<DpGroup, DecodeError>>,
 }
 
 /// One reservation's stream, and what is told about its sequence at the end.
@@ -42,6 +43,8 @@ struct Flight {
     /// Index of prefill's token, which it streams itself.
     first_index: u32,
     output_tokens: u32,
+    /// Whose ranks hold its pages.
+    group: DpGroup,
     /// Where parts go, once the sender has begun.
     tables: Option<PageTables>,
     kv_bytes: u64,
@@ -132,46 +135,53 @@ impl DecodeState {
     fn on_reserve(&mut self, now: Instant, reserve: Reserve) {
         let Reserve { request, events, reply } = reserve;
         let (ticket, prefill) = (request.ticket, request.prefill.clone());
+        let (prompt_tokens, next_index) = (request.sequence.prompt.len() as u32, request.sequence.next_index());
+        let is_constrained = request.sequence.constraint.is_some();
+        let opening = Opening::of(&request.sequence);
+        let group = match self.take_in(now, request) {
+            Ok(group) => group,
+            Err(error) => {
+                self.metrics.request_failed(error.reason());
+                let _ = reply.send(Err(error)); // a caller that left needs no answer
+                return;
+            }
+        };
         let flight = Flight {
             events,
-            prefill: prefill.clone(),
-            prompt_tokens: request.sequence.prompt.len() as u32,
-            first_index: request.sequence.next_index(),
-            output_tokens: request.sequence.next_index(),
+            prefill,
+            prompt_tokens,
+            first_index: next_index,
+            output_tokens: next_index,
+            group,
             tables: None,
             kv_bytes: 0,
             first_part_at: None,
             failure: None,
-            is_constrained: request.sequence.constraint.is_some(),
+            is_constrained,
             mask: None,
         };
-        let opening = Opening::of(&request.sequence);
-        let refusal = if self.status.is_draining() {
-            Some(DecodeError::from(Refusal::Draining))
-        } else if let Err(refusal) = self.scheduler.reserve(now, request) {
-            Some(refusal.into())
-        } else if let Err(error) = self.transport.post(ticket, &prefill) {
-            // Its `Ended` finds no flight: the answer below says what happened.
-            let _ = self.scheduler.cancel(ticket, AbortReason::Cancelled, &mut self.actions);
-            Some(error.into())
-        } else {
-            None
-        };
-        match refusal {
-            Some(error) => {
-                self.metrics.request_failed(error.reason());
-                let _ = reply.send(Err(error)); // a caller that left needs no answer
-            }
-            None => {
-                self.flights.insert(ticket, flight);
-                // Compiled while the KV cache is on its way.
-                if let Some(opening) = opening {
-                    self.masks.open(ticket, opening);
-                }
-                // If the caller left meanwhile, its stream is closed, and the sweep for abandoned streams finds it.
-                let _ = reply.send(Ok(()));
-            }
+        self.flights.insert(ticket, flight);
+        // Compiled while the KV cache is on its way.
+        if let Some(opening) = opening {
+            self.masks.open(ticket, opening);
         }
+        // If the caller left meanwhile, its stream is closed, and the sweep for abandoned streams finds it.
+        let _ = reply.send(Ok(group));
+    }
+
+    /// Slot, pages and the transport's consent, or nothing.
+    fn take_in(&mut self, now: Instant, request: ReserveRequest) -> Result<DpGroup, DecodeError> {
+        if self.status.is_draining() {
+            return Err(Refusal::Draining.into());
+        }
+        let (ticket, prefill) = (request.ticket, request.prefill.clone());
+        let reservation = self.scheduler.reserve(now, request)?;
+        if let Err(error) = self.transport.post(ticket, &prefill) {
+            // Its `Ended` finds no flight: the answer says what happened.
+            let _ = self.scheduler.cancel(ticket, AbortReason::Cancelled, &mut self.actions);
+            return Err(error.into());
+        }
+        Ok(reservation.group)
     }
 
     fn on_begin(&mut self, ticket: TicketId, sender: &PeerId, layout: &KvLayout) {
@@ -195,7 +205,7 @@ impl DecodeState {
         };
         flight.first_part_at.get_or_insert(now);
         flight.kv_bytes += bytes.len() as u64;
-        let rank = slice.head_start / (self.layout.kv_heads / self.layout.tp);
+        let rank = self.layout.rank_of(flight.group, slice.head_start);
         self.staged.slices.push((ticket, flight.prefill.clone(), slice));
         self.staged.writes[rank as usize].push(KvWrite { slice, page, bytes });
     }
@@ -389,7 +399,7 @@ impl DecodeState {
             waiting: counts.reserved + counts.landing,
             running: counts.committed + counts.running,
             pending_prompt_tokens: 0,
-            pools: vec![pool_load(PageGroup::Full, counts.full), pool_load(PageGroup::Window, counts.window)],
+            pools: self.scheduler.pool_counts().map(|(group, pages, counts)| pool_load(group, pages, counts)).collect(),
             steps: counts.steps,
         };
         let step_due = load.running > 0;

@@ -11,7 +11,7 @@ use scheduler::{
 };
 use tokio::sync::{mpsc, oneshot};
 use transfer::{FirstToken, Receipt, TransferError};
-use types::{FinishReason, Finished, Load, PageGroup, PrefillEvent, SampledToken, TicketId, Usage};
+use types::{DpGroup, FinishReason, Finished, Load, PageGroup, PrefillEvent, SampledToken, TicketId, Usage};
 use worker::status::pool_load;
 use worker::{Clock, LoadReport, MaskThreads, Next, Opening, Status, StepLoopFailure, Turn, WorkerMetrics};
 
@@ -381,7 +381,10 @@ impl PrefillState {
             waiting: counts.queued,
             running: counts.computing + counts.sending,
             pending_prompt_tokens: counts.pending_tokens,
-            pools: vec![pool_load(PageGroup::Full, counts.full), pool_load(PageGroup::Window, counts.window)],
+            pools: vec![
+                pool_load(DpGroup(0), PageGroup::Full, counts.full),
+                pool_load(DpGroup(0), PageGroup::Window, counts.window),
+            ],
             steps: counts.steps,
         };
         // A chunk that waits for room waits for a peer; that has a bound of its own.

@@ -10,6 +10,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::iter::Sum;
+use std::ops::Add;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use types::{Classify, ErrorClass, PageGroup, PageId, TicketId};
@@ -96,6 +98,27 @@ pub struct PoolCounts {
     pub quarantined: u32,
 }
 
+impl Add for PoolCounts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            total: self.total + other.total,
+            free: self.free + other.free,
+            reserved: self.reserved + other.reserved,
+            landing: self.landing + other.landing,
+            live: self.live + other.live,
+            quarantined: self.quarantined + other.quarantined,
+        }
+    }
+}
+
+impl Sum for PoolCounts {
+    fn sum<I: Iterator<Item = Self>>(pools: I) -> Self {
+        pools.fold(Self::default(), Add::add)
+    }
+}
+
 /// Too few free pages; nothing was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{needed} pages of group {group} needed, {free} of {total} are free")]
@@ -142,7 +165,7 @@ impl Shared {
     }
 }
 
-/// The pages of one group on one instance; a page number means the same on every rank. Clones share the pages.
+/// The pages of one group of layers on one attention group; a page number means the same on each of its ranks. Clones share the pages.
 ///
 /// The lock is there so that handles may be dropped on any thread; the owner of a pool is one scheduler, so it is never contended.
 #[derive(Clone)]
@@ -317,7 +340,7 @@ impl<S: PageState> fmt::Debug for Pages<S> {
     }
 }
 
-/// The pools of both groups of one instance.
+/// The pools of both groups of one attention group.
 #[derive(Debug, Clone)]
 pub struct PagePools {
     full: PagePool,

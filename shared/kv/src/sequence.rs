@@ -60,7 +60,7 @@ impl PageTables {
         }
     }
 
-    /// The physical page that holds a slice, on every rank.
+    /// The physical page that holds a slice, on every rank of the attention group.
     #[must_use]
     pub fn physical(&self, slice: &KvSlice) -> Option<PageId> {
         self.group(slice.group).physical(slice.page)

@@ -57,6 +57,7 @@ fn land(scheduler: &mut DecodeScheduler, id: u128, prefill: &PeerId, map: &PageM
 fn scheduler(batch: u32) -> (DecodeScheduler, PeerId) {
     let config = DecodeConfig {
         max_sequences: batch,
+        dp: 1,
         max_context_tokens: 1 << 20,
         growth_tokens: 256,
         max_row_tokens: 1,

@@ -3,28 +3,32 @@
 //! Events are method calls; effects are [`DecodeAction`]s appended to `out`. A sequence is admitted by [`DecodeScheduler::reserve`], receives
 //! its context slice by slice, joins the batch on commit, and ends exactly once, with one [`DecodeAction::Ended`].
 //!
-//! When full-attention pages run out the youngest sequence gives way. The oldest can always grow to the end: one sequence fits in the
+//! Each attention group (`DpGroup`) has slots and pages of its own, and a sequence stays in the one that took it in. When full-attention
+//! pages of a group run out its youngest sequence gives way. Its oldest can always grow to the end: one sequence fits in the
 //! pool by configuration, everything younger gives way to it, and reservations that hold pages either commit (and are younger) or expire.
 
 mod batch;
 mod config;
+mod group;
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use kv::{KvSlice, NoPages, PagePools, PageShape, PageTables, PoolCounts, SequencePages, SequenceReserve};
-use types::{Classify, ErrorClass, KvLayout, PageGroup, PeerId, SampledToken, SlotId, TicketId};
+use kv::{KvSlice, NoPages, PageShape, PageTables, PoolCounts, SequenceReserve};
+use types::{Classify, DpGroup, ErrorClass, KvLayout, PageGroup, PeerId, SampledToken, SlotGroups, SlotId, TicketId};
 
 pub use config::DecodeConfig;
 
 use crate::config::InvalidConfig;
-use crate::in_flight::{Retired, StepsInFlight};
+use crate::in_flight::StepsInFlight;
 use crate::mask::MaskPromise;
 use crate::recent::RecentTickets;
 use crate::sequence::SequenceSpec;
 use crate::ticket::{AbortReason, Fence, Gone, Outcome, Phase, Taken, Ticket, TicketError};
 
 use batch::Sequence;
+use group::Group;
 
 /// What the caller must carry out.
 #[derive(Debug, Clone, PartialEq)]
@@ -78,6 +82,8 @@ pub struct ReserveRequest {
 pub struct Reservation {
     /// The ticket.
     pub ticket: TicketId,
+    /// Whose slot and pages they are: the context lands on this group's ranks.
+    pub group: DpGroup,
     /// Tokens that must land: prompt and generated so far.
     pub context_tokens: u32,
     /// When the ticket expires unless it is renewed or committed.
@@ -93,7 +99,7 @@ pub enum Refusal {
         /// Slots there are.
         max_sequences: u32,
     },
-    /// Too few pages are free now.
+    /// Too few pages are free now, in the attention group with the most room.
     #[error(transparent)]
     NoPages(#[from] NoPages),
     /// Pages are free, but a sequence of the batch waits for more of them than there are.
@@ -146,9 +152,9 @@ pub struct DecodeCounts {
     pub committed: u32,
     /// Sequences in the batch.
     pub running: u32,
-    /// Full-attention pages.
+    /// Full-attention pages of all attention groups.
     pub full: PoolCounts,
-    /// Window pages.
+    /// Window pages of all attention groups.
     pub window: PoolCounts,
     /// Steps completed since the start.
     pub steps: u64,
@@ -169,19 +175,14 @@ pub struct DecodeScheduler {
     config: DecodeConfig,
     layout: KvLayout,
     shape: PageShape,
-    pools: PagePools,
-    /// Popped from the end; low numbers first.
-    free_slots: Vec<SlotId>,
+    slots: SlotGroups,
+    /// By number.
+    groups: Vec<Group>,
     sequences: BTreeMap<TicketId, Sequence>,
-    /// Committed and running sequences, oldest first.
-    batch: Vec<TicketId>,
     recent: RecentTickets<EndedTicket>,
     in_flight: StepsInFlight,
-    retired: Retired<SequencePages>,
     /// Slots that the next plan ends.
     unbind: Vec<SlotId>,
-    /// A row of the last plan lacked pages: what comes free is its, not a newcomer's.
-    growth_waits: bool,
     draining: bool,
     preemptions: u64,
 }
@@ -193,26 +194,24 @@ impl DecodeScheduler {
     /// [`InvalidConfig`] when a sequence of the longest context could not run to its end.
     pub fn new(config: DecodeConfig, layout: KvLayout) -> Result<Self, InvalidConfig> {
         let shape = PageShape::of(&layout);
-        config.validate(shape)?;
+        let slots = config.validate(shape)?;
+        let group = |group| Group::new(slots.slots(group), config.full_pages, config.window_pages);
         Ok(Self {
             layout,
             shape,
-            pools: PagePools::new(config.full_pages, config.window_pages),
-            free_slots: (0..config.max_sequences).rev().map(SlotId).collect(),
+            slots,
+            groups: slots.groups().map(group).collect(),
             sequences: BTreeMap::new(),
-            batch: Vec::new(),
             recent: RecentTickets::new(config.remembered_tickets as usize),
             in_flight: StepsInFlight::new(config.lookahead),
-            retired: Retired::new(),
             unbind: Vec::new(),
-            growth_waits: false,
             draining: false,
             preemptions: 0,
             config,
         })
     }
 
-    /// Sets a slot and pages for the context and some growth aside.
+    /// Sets a slot and pages for the context and some growth aside, in the attention group with the most room that can take it in.
     ///
     /// # Errors
     /// [`Refusal`]; nothing was taken.
@@ -231,19 +230,26 @@ impl DecodeScheduler {
         if context_tokens >= max_context_tokens {
             return Err(Refusal::TooLong { context_tokens, max_context_tokens });
         }
-        let Some(slot) = self.free_slots.last().copied() else {
-            return Err(Refusal::NoSlot { max_sequences: self.config.max_sequences });
-        };
-        if self.growth_waits && !self.batch.is_empty() {
-            return Err(Refusal::GrowthFirst);
-        }
-        let demand = self.config.demand(self.shape, &sequence);
-        let reserve = SequenceReserve::take(&self.pools, self.shape, demand)?;
-        self.free_slots.pop();
+        let (slot, reserve) = self.place(&sequence)?;
         let deadline = now + self.config.ticket_ttl;
         let ticket_state = Ticket::new(ticket, prefill, deadline, reserve);
         self.sequences.insert(ticket, Sequence::new(ticket_state, slot, sequence));
-        Ok(Reservation { ticket, context_tokens, deadline })
+        Ok(Reservation { ticket, group: self.slots.of(slot), context_tokens, deadline })
+    }
+
+    /// Tries the groups by room, the first of equals first; the refusal is that of the one with the most.
+    fn place(&mut self, sequence: &SequenceSpec) -> Result<(SlotId, SequenceReserve), Refusal> {
+        let demand = self.config.demand(self.shape, sequence);
+        let mut by_room: Vec<&mut Group> = self.groups.iter_mut().collect();
+        by_room.sort_by_key(|group| Reverse(group.room()));
+        let mut refusal = None;
+        for group in by_room {
+            match group.admit(self.shape, demand, self.config.max_sequences) {
+                Ok(taken) => return Ok(taken),
+                Err(refused) => refusal = refusal.or(Some(refused)),
+            }
+        }
+        Err(refusal.expect("there is a group, and it refused"))
     }
 
     /// The owner still wants the ticket: its time to commit starts anew. Returns the new deadline.
@@ -304,7 +310,8 @@ impl DecodeScheduler {
         let Some(sequence) = self.sequences.get_mut(&ticket) else { return self.commit_after_end(ticket, from) };
         let taken = sequence.ticket.commit(from)?;
         if taken == Taken::First {
-            self.batch.push(ticket);
+            let slot = sequence.slot;
+            self.group_mut(slot).batch.push(ticket);
             self.deliver(ticket, first, out);
         }
         Ok(taken)
@@ -348,7 +355,7 @@ impl DecodeScheduler {
         if !can_complete {
             self.end(ticket, Outcome::Aborted(AbortReason::PeerLost), out);
         }
-        self.pools.fence(ticket);
+        self.free_quarantine(ticket);
     }
 
     /// Takes no new reservations; those made go on.
@@ -359,7 +366,7 @@ impl DecodeScheduler {
     /// Whether nothing is reserved, running, in quarantine or in flight.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.sequences.is_empty() && self.retired.is_empty() && self.pools.all_free()
+        self.sequences.is_empty() && self.groups.iter().all(Group::is_idle)
     }
 
     /// Where a ticket is in its life, if it is known.
@@ -374,6 +381,7 @@ impl DecodeScheduler {
     /// Tickets by phase, pages by state.
     #[must_use]
     pub fn counts(&self) -> DecodeCounts {
+        let pages = |of| self.pool_counts().filter(|(_, group, _)| *group == of).map(|(_, _, counts)| counts).sum();
         let in_phase = |phase| self.sequences.values().filter(|s| s.ticket.phase() == phase).count() as u32;
         DecodeCounts {
             slots: self.config.max_sequences,
@@ -381,10 +389,29 @@ impl DecodeScheduler {
             landing: in_phase(Phase::Landing),
             committed: in_phase(Phase::Committed),
             running: in_phase(Phase::Running),
-            full: self.pools.group(PageGroup::Full).counts(),
-            window: self.pools.group(PageGroup::Window).counts(),
+            full: pages(PageGroup::Full),
+            window: pages(PageGroup::Window),
             steps: self.in_flight.completed(),
             preemptions: self.preemptions,
+        }
+    }
+
+    /// Pages by state, for each attention group and page group.
+    pub fn pool_counts(&self) -> impl Iterator<Item = (DpGroup, PageGroup, PoolCounts)> + '_ {
+        self.slots
+            .groups()
+            .zip(&self.groups)
+            .flat_map(|(number, group)| PageGroup::ALL.map(|pages| (number, pages, group.pools.group(pages).counts())))
+    }
+
+    fn group_mut(&mut self, slot: SlotId) -> &mut Group {
+        &mut self.groups[self.slots.of(slot).0 as usize]
+    }
+
+    /// The writer of this ticket can write no more. A ticket's pages are all in one group; which one is forgotten with its sequence.
+    fn free_quarantine(&self, ticket: TicketId) {
+        for group in &self.groups {
+            group.pools.fence(ticket);
         }
     }
 
@@ -414,24 +441,22 @@ impl DecodeScheduler {
     fn end(&mut self, ticket: TicketId, outcome: Outcome, out: &mut Vec<DecodeAction>) -> Option<Phase> {
         let mut sequence = self.sequences.remove(&ticket)?;
         let released = sequence.ticket.end(outcome);
-        self.batch.retain(|member| *member != ticket);
-        self.free_slots.push(sequence.slot);
+        let group = &mut self.groups[self.slots.of(sequence.slot).0 as usize];
+        group.leave(ticket, sequence.slot);
         if released.phase == Phase::Running {
             self.unbind.push(sequence.slot);
         }
         if let (Some(pages), Some(step)) = (released.pages, sequence.last_step)
             && self.in_flight.contains(step)
         {
-            self.retired.hold_until(step, pages);
+            group.retired.hold_until(step, pages);
         }
         self.recent.insert(ticket, EndedTicket { prefill: sequence.ticket.prefill().clone(), outcome });
         out.push(DecodeAction::Ended { ticket, outcome });
         match released.fence {
             Fence::NotNeeded => {}
             Fence::Wanted => out.push(DecodeAction::Fence { ticket }),
-            Fence::Done => {
-                self.pools.fence(ticket);
-            }
+            Fence::Done => self.free_quarantine(ticket),
         }
         Some(released.phase)
     }

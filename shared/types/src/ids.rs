@@ -98,7 +98,7 @@ impl fmt::Display for PeerId {
     }
 }
 
-/// A physical KV page of one page group; the same number on every rank of an instance.
+/// A physical KV page of one page group; the same number on every rank of an attention group, and another page on each other group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageId(pub u32);
 

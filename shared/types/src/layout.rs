@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::slots::DpGroup;
+
 /// What a worker does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
@@ -29,7 +31,7 @@ pub struct ParallelLayout {
     pub tp: u32,
     /// Experts are split this many ways.
     pub ep: u32,
-    /// Attention groups that work on different sequences.
+    /// Attention groups, each of which works on sequences of its own ([`DpGroup`]).
     #[serde(default = "one")]
     pub dp: u32,
 }
@@ -124,6 +126,7 @@ impl KvDtype {
 
 /// How one instance's KV cache lies in memory. A page of a group holds `page_tokens` positions of every layer of that group;
 /// on one rank it is `[layer][kv head of the rank][K, V][token][head_dim]`, so a range of heads of one layer is contiguous.
+/// It is the same on every attention group of the instance ([`DpGroup`]), each of which has pages of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvLayout {
     /// Model layers that belong to [`PageGroup::Full`], ascending.
@@ -140,7 +143,7 @@ pub struct KvLayout {
     pub window: u32,
     /// Element type.
     pub dtype: KvDtype,
-    /// Ranks over which the KV heads are split; the only field that may differ between two peers.
+    /// Ranks of an attention group, over which the KV heads are split; the only field that may differ between two peers.
     pub tp: u32,
 }
 
@@ -160,11 +163,23 @@ impl KvLayout {
         2 * self.page_tokens as usize * self.head_dim as usize * self.dtype.bytes()
     }
 
-    /// KV heads that rank `rank` holds, as a range over the model's heads.
+    /// KV heads that rank `tp_rank` of each attention group holds, as a range over the model's heads.
     #[must_use]
-    pub const fn rank_heads(&self, rank: u32) -> std::ops::Range<u32> {
+    pub const fn rank_heads(&self, tp_rank: u32) -> std::ops::Range<u32> {
         let per_rank = self.kv_heads / self.tp;
-        rank * per_rank..(rank + 1) * per_rank
+        tp_rank * per_rank..(tp_rank + 1) * per_rank
+    }
+
+    /// The rank, within its attention group, that holds a KV head.
+    #[must_use]
+    pub const fn tp_rank_of(&self, head: u32) -> u32 {
+        head / (self.kv_heads / self.tp)
+    }
+
+    /// The rank, of all ranks of the instance, that holds a KV head of the sequences of `group`.
+    #[must_use]
+    pub const fn rank_of(&self, group: DpGroup, head: u32) -> u32 {
+        group.0 * self.tp + self.tp_rank_of(head)
     }
 
     /// Compares two peers' layouts in everything but `tp`.

@@ -10,6 +10,7 @@ pub mod event;
 pub mod ids;
 pub mod layout;
 pub mod request;
+pub mod slots;
 pub mod token;
 pub mod worker;
 
@@ -18,5 +19,6 @@ pub use event::{DecodeEvent, Finished, GenerateEvent, PrefillEvent, TokenRun, Us
 pub use ids::{Incarnation, PageId, PeerId, RequestId, SlotId, TicketId, WorkerId};
 pub use layout::{KvDtype, KvLayout, KvLayoutMismatch, ModelFingerprint, PageGroup, ParallelLayout, Role};
 pub use request::{Constraint, GenerateRequest, InvalidRequest, Sampling};
+pub use slots::{DpGroup, SlotGroups, UnevenSlots};
 pub use token::{FinishReason, SampledToken, TokenId, TokenLogprob, TokenMask};
 pub use worker::{KvEndpoint, Load, PagePoolLoad, Ticket, WorkerDescription, WorkerReport, WorkerState};

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::ids::{PeerId, TicketId};
 use crate::layout::{KvLayout, ModelFingerprint, PageGroup, ParallelLayout, Role};
+use crate::slots::DpGroup;
 use crate::token::TokenId;
 
 /// Everything about a worker that stays the same as long as it lives.
@@ -80,16 +81,18 @@ pub struct Load {
     pub running: u32,
     /// Prompt tokens waiting or being computed; prefill only.
     pub pending_prompt_tokens: u64,
-    /// KV pages by group and state.
+    /// KV pages by attention group, page group and state.
     pub pools: Vec<PagePoolLoad>,
     /// Steps finished since the start: forward progress.
     pub steps: u64,
 }
 
-/// The pages of one group by state; the states add up to `total`.
+/// The pages of one pool by state; the states add up to `total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PagePoolLoad {
-    /// Which group.
+    /// On which ranks.
+    pub dp_group: DpGroup,
+    /// Of which layers.
     pub group: PageGroup,
     /// All pages.
     pub total: u32,
@@ -129,6 +132,8 @@ pub struct Ticket {
     pub kv_endpoint: KvEndpoint,
     /// The decode worker's layout: prefill cuts its pages to fit these ranks.
     pub kv_layout: KvLayout,
+    /// The decode worker's attention group that holds the pages: with `kv_layout` it tells the ranks ([`KvLayout::rank_of`]).
+    pub dp_group: DpGroup,
     /// Decode gives the reservation up after this time if nothing was committed.
     pub ttl: Duration,
 }

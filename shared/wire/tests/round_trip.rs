@@ -33,6 +33,7 @@ fn ticket() -> Ticket {
         decode: peer("decode-0"),
         kv_endpoint: KvEndpoint { transport: "host".into(), address: "decode-0:9201".into() },
         kv_layout: kv_layout(),
+        dp_group: DpGroup(3),
         ttl: Duration::from_millis(7_000),
     }
 }
@@ -50,7 +51,7 @@ fn report() -> WorkerReport {
             weights_fingerprint: "cd".repeat(32),
             numerics: "compute f32, routing bf16".into(),
             kv_layout: kv_layout(),
-            parallel: ParallelLayout { tp: 2, ep: 2, dp: 1 },
+            parallel: ParallelLayout { tp: 2, ep: 2, dp: 2 },
             max_context_tokens: 8_192,
             eos_token_ids: vec![2, 5],
             kv_endpoint: Some(KvEndpoint { transport: "host".into(), address: "decode-0:9201".into() }),
@@ -62,6 +63,7 @@ fn report() -> WorkerReport {
             running: 2,
             pending_prompt_tokens: 3,
             pools: vec![PagePoolLoad {
+                dp_group: DpGroup(1),
                 group: PageGroup::Window,
                 total: 21,
                 free: 1,

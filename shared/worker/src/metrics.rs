@@ -1,5 +1,6 @@
 //! What a worker counts.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use chassis::Metrics;
@@ -14,7 +15,7 @@ use types::{PagePoolLoad, WorkerState};
 use crate::status::Status;
 
 /// Labels of `damask_kv_pages`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
 struct PageLabels {
     state: &'static str,
     group: &'static str,
@@ -98,6 +99,19 @@ fn mask_buckets() -> impl Iterator<Item = f64> {
     (0..13).map(|exponent| 1e-5 * f64::from(1_u32 << exponent))
 }
 
+/// Pages by state and page group, summed over attention groups.
+fn pages_by_state(pools: &[PagePoolLoad]) -> BTreeMap<PageLabels, i64> {
+    let mut pages = BTreeMap::new();
+    for PagePoolLoad { dp_group: _, group, total: _, free, reserved, landing, live, quarantined } in pools {
+        for (state, count) in
+            [("free", free), ("reserved", reserved), ("landing", landing), ("live", live), ("quarantined", quarantined)]
+        {
+            *pages.entry(PageLabels { state, group: group.name() }).or_default() += i64::from(*count);
+        }
+    }
+    pages
+}
+
 fn mirror_status(metrics: &Metrics, status: Arc<Status>) {
     let pages: Family<PageLabels, Gauge> = metrics.gauges("kv_pages", "KV pages by state and page group");
     let sequences: Family<StateLabel, Gauge> = metrics.gauges("sequences", "Sequences waiting and running");
@@ -106,16 +120,8 @@ fn mirror_status(metrics: &Metrics, status: Arc<Status>) {
     let to_load: Gauge = metrics.gauge("load_total", "Weights to read");
     metrics.before_scrape(move || {
         let load = status.report().load;
-        for PagePoolLoad { group, total: _, free, reserved, landing, live, quarantined } in load.pools {
-            for (state, count) in [
-                ("free", free),
-                ("reserved", reserved),
-                ("landing", landing),
-                ("live", live),
-                ("quarantined", quarantined),
-            ] {
-                pages.get_or_create(&PageLabels { state, group: group.name() }).set(count.into());
-            }
+        for (labels, count) in pages_by_state(&load.pools) {
+            pages.get_or_create(&labels).set(count);
         }
         for (state, count) in [("waiting", load.waiting), ("running", load.running)] {
             sequences.get_or_create(&StateLabel { state }).set(count.into());

@@ -8,7 +8,7 @@ use chassis::tasks::Tasks;
 use kv::PoolCounts;
 use tokio::sync::watch;
 use tokio::time::Instant;
-use types::{Load, PageGroup, PagePoolLoad, WorkerState};
+use types::{DpGroup, Load, PageGroup, PagePoolLoad, WorkerState};
 
 /// What the step loop reports after each turn.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -23,9 +23,9 @@ pub struct LoadReport {
 
 /// A pool's counts as a load report shows them.
 #[must_use]
-pub fn pool_load(group: PageGroup, counts: PoolCounts) -> PagePoolLoad {
+pub fn pool_load(dp_group: DpGroup, group: PageGroup, counts: PoolCounts) -> PagePoolLoad {
     let PoolCounts { total, free, reserved, landing, live, quarantined } = counts;
-    PagePoolLoad { group, total, free, reserved, landing, live, quarantined }
+    PagePoolLoad { dp_group, group, total, free, reserved, landing, live, quarantined }
 }
 
 /// How far the weights have been read.

@@ -38,9 +38,13 @@ fn prefill() -> PeerId {
 
 /// Samples 1000 + position, and counts what is written to its cache.
 struct CountingEngine {
+    rank: u32,
     planned: VecDeque<Arc<StepPlan>>,
-    imported: Arc<Mutex<Vec<(KvSlice, PageId)>>>,
+    imported: Imported,
 }
+
+/// Rank, slice and page of each write.
+type Imported = Arc<Mutex<Vec<(u32, KvSlice, PageId)>>>;
 
 impl Engine for CountingEngine {
     fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
@@ -63,7 +67,7 @@ impl Engine for CountingEngine {
     }
 
     fn import_kv(&mut self, slice: &KvSlice, page: PageId, _: &[u8]) -> Result<(), EngineError> {
-        self.imported.lock().unwrap().push((*slice, page));
+        self.imported.lock().unwrap().push((self.rank, *slice, page));
         Ok(())
     }
 }
@@ -107,7 +111,7 @@ impl Clock for ManualClock {
 struct World {
     state: DecodeState,
     transport: Arc<NotedTransport>,
-    imported: Arc<Mutex<Vec<(KvSlice, PageId)>>>,
+    imported: Imported,
     clock: ManualClock,
     status: Arc<Status>,
     mailbox: worker::Mailbox<Message>,
@@ -115,8 +119,14 @@ struct World {
 
 impl World {
     fn new() -> Self {
+        Self::with_groups(1)
+    }
+
+    /// With `dp` attention groups of two ranks.
+    fn with_groups(dp: u32) -> Self {
         let config = DecodeConfig {
             max_sequences: 4,
+            dp,
             max_context_tokens: 64,
             growth_tokens: 8,
             max_row_tokens: 1,
@@ -129,8 +139,9 @@ impl World {
         let imported = Arc::new(Mutex::new(Vec::new()));
         let engine = {
             let imported = Arc::clone(&imported);
-            EngineGroup::start("fake", 2, layout(2), Arc::new(Fault::new(2)), move |_| {
-                Ok(CountingEngine { planned: VecDeque::new(), imported: Arc::clone(&imported) })
+            let ranks = 2 * dp;
+            EngineGroup::start("fake", ranks, layout(2), Arc::new(Fault::new(ranks)), move |rank| {
+                Ok(CountingEngine { rank, planned: VecDeque::new(), imported: Arc::clone(&imported) })
             })
         };
         let transport = Arc::new(NotedTransport { answer: Mutex::new(Revoked::NotOpen), revoked: Mutex::default() });
@@ -241,6 +252,29 @@ fn a_sequence_from_reservation_to_its_last_token() {
     let Ok(DecodeEvent::Finished(finished)) = &events[2] else { panic!("wanted an end, got {events:?}") };
     assert_eq!((finished.reason, finished.usage.output_tokens), (FinishReason::Length, 4));
     assert!(world.is_idle());
+}
+
+#[test]
+fn parts_go_to_the_ranks_of_the_group_that_took_the_sequence_in() {
+    let mut world = World::with_groups(2);
+    let mut streams = Vec::new();
+    for (ticket, ranks) in [(1, [0, 1]), (2, [2, 3])] {
+        streams.push(world.join(ticket, 40, 64));
+        let imported = std::mem::take(&mut *world.imported.lock().unwrap());
+        assert_eq!(imported.len(), slices().len());
+        for (rank, slice, _) in imported {
+            assert_eq!(rank, ranks[slice.head_start as usize], "ticket {ticket}: {slice:?}, one head a rank");
+        }
+    }
+    while world.turn([]) == Next::Again {}
+    for stream in &mut streams {
+        assert!(matches!(read(stream).last(), Some(Ok(DecodeEvent::Finished(_)))));
+    }
+    let pools = world.status.report().load.pools;
+    assert_eq!(
+        pools.iter().map(|pool| (pool.dp_group.0, pool.group.name())).collect::<Vec<_>>(),
+        [(0, "full"), (0, "window"), (1, "full"), (1, "window")]
+    );
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Every event in every phase, as a table; then the ways through a flight that take several events.
 
-use types::{Incarnation, KvDtype, KvEndpoint, KvLayout, RequestId, Sampling, Ticket, TokenId, WorkerId};
+use types::{DpGroup, Incarnation, KvDtype, KvEndpoint, KvLayout, RequestId, Sampling, Ticket, TokenId, WorkerId};
 
 use super::*;
 
@@ -28,6 +28,7 @@ pub(super) fn ticket(id: u128, pair: &Pair) -> Ticket {
             dtype: KvDtype::F32,
             tp: 1,
         },
+        dp_group: DpGroup(0),
         ttl: Duration::from_secs(10),
     }
 }

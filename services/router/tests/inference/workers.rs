@@ -297,6 +297,7 @@ impl pb::decode_server::Decode for Service {
             decode: self.peer.clone(),
             kv_endpoint: self.report().description.kv_endpoint.unwrap(),
             kv_layout: self.kv_layout(),
+            dp_group: DpGroup(0),
             ttl: Duration::from_secs(10),
         };
         let service = self.clone();

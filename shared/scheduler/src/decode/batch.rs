@@ -97,13 +97,13 @@ impl Sequence {
 }
 
 impl DecodeScheduler {
-    /// The next step: one row for each sequence of the batch, oldest first. `None` when there is nothing to compute, or when as many steps
+    /// The next step: one row for each sequence of the batch, group by group, the oldest of each first. `None` when there is nothing to compute, or when as many steps
     /// are in flight as may be. Sequences that gave way for lack of pages end with [`Outcome::Preempted`].
     pub fn plan(&mut self, out: &mut Vec<DecodeAction>) -> Option<StepPlan> {
         if self.in_flight.is_full() {
             return None;
         }
-        let members = self.prepare_rows(out);
+        let members: Vec<TicketId> = (0..self.groups.len()).flat_map(|group| self.prepare_rows(group, out)).collect();
         if members.is_empty() {
             return None;
         }
@@ -120,12 +120,12 @@ impl DecodeScheduler {
         Some(plan)
     }
 
-    /// Gives every row its pages, oldest sequence first; returns the sequences that have them.
-    fn prepare_rows(&mut self, out: &mut Vec<DecodeAction>) -> Vec<TicketId> {
-        let mut ready = Vec::with_capacity(self.batch.len());
+    /// Gives every row of an attention group its pages, oldest sequence first; returns the sequences that have them.
+    fn prepare_rows(&mut self, group_idx: usize, out: &mut Vec<DecodeAction>) -> Vec<TicketId> {
+        let mut ready = Vec::with_capacity(self.groups[group_idx].batch.len());
         let mut member_idx = 0;
-        self.growth_waits = false;
-        while let Some(ticket) = self.batch.get(member_idx).copied() {
+        self.groups[group_idx].growth_waits = false;
+        while let Some(ticket) = self.groups[group_idx].batch.get(member_idx).copied() {
             let sequence = self.sequences.get_mut(&ticket).expect("the batch lists sequences that are here");
             if sequence.awaits_last_token(self.config.max_context_tokens) {
                 member_idx += 1;
@@ -133,15 +133,16 @@ impl DecodeScheduler {
             }
             let position = sequence.cached_tokens;
             let row = position..position + sequence.next_tokens().len() as u32;
+            let group = &mut self.groups[group_idx];
             if sequence.pages_mut().prepare(row).is_ok() {
                 ready.push(ticket);
                 member_idx += 1;
-            } else if !self.retired.is_empty() || self.batch.len() == 1 {
+            } else if !group.retired.is_empty() || group.batch.len() == 1 {
                 // Pages are on their way back: with the step in flight, or, for a sequence alone, with reservations and quarantine,
                 // which are bounded in time. Nobody need give way: this row waits.
-                self.growth_waits = true;
+                group.growth_waits = true;
                 member_idx += 1;
-            } else if let Some(youngest) = self.batch.last().copied() {
+            } else if let Some(youngest) = group.batch.last().copied() {
                 self.preemptions += 1;
                 self.end(youngest, Outcome::Preempted, out);
             }
@@ -167,7 +168,7 @@ impl DecodeScheduler {
                 (None, Some(_)) => return Err(StepMismatch::NoToken { step, slot: row.slot.0 }),
             }
         }
-        self.retired.step_completed(step);
+        self.groups.iter_mut().for_each(|group| group.retired.step_completed(step));
         Ok(())
     }
 

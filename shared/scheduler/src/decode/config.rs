@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kv::{PageDemand, PageShape};
-use types::PageGroup;
+use types::{PageGroup, SlotGroups};
 
 use crate::config::{InvalidConfig, at_least, at_least_one};
 use crate::sequence::SequenceSpec;
@@ -13,15 +13,17 @@ use crate::sequence::SequenceSpec;
 pub struct DecodeConfig {
     /// Slots: most sequences that are reserved, landing or running at once.
     pub max_sequences: u32,
+    /// Attention groups, among which the slots are divided evenly ([`SlotGroups`]).
+    pub dp: u32,
     /// Most tokens of a sequence, prompt and output together.
     pub max_context_tokens: u32,
     /// Output tokens for which pages are set aside at admission; further ones are taken page by page.
     pub growth_tokens: u32,
     /// Most tokens that a row computes: 1 without a drafter.
     pub max_row_tokens: u32,
-    /// Pages of the full-attention group.
+    /// Pages for layers of full attention, in each attention group.
     pub full_pages: u32,
-    /// Pages of the window group; [`DecodeConfig::window_pages_per_sequence`] each sequence.
+    /// Pages for window layers, in each attention group; [`DecodeConfig::window_pages_per_sequence`] each sequence.
     pub window_pages: u32,
     /// How long a reservation waits for its commit; [`super::DecodeScheduler::renew`] starts it anew.
     pub ticket_ttl: Duration,
@@ -38,10 +40,17 @@ impl DecodeConfig {
         shape.most_window_pages(self.max_context_tokens, self.max_row_tokens)
     }
 
+    /// Which slots are whose.
+    ///
     /// # Errors
-    /// [`InvalidConfig`] when some sequence that is admitted could never finish.
-    pub(super) fn validate(&self, shape: PageShape) -> Result<(), InvalidConfig> {
+    /// [`InvalidConfig`] when some sequence that is admitted could never finish, or the slots cannot be dealt out evenly.
+    pub(super) fn validate(&self, shape: PageShape) -> Result<SlotGroups, InvalidConfig> {
         at_least_one("max_sequences", self.max_sequences)?;
+        at_least_one("dp", self.dp)?;
+        let slots = SlotGroups::new(self.max_sequences, self.dp).map_err(|error| InvalidConfig {
+            field: "max_sequences",
+            reason: format!("is {}, it must be a multiple of dp ({})", error.slots, error.dp),
+        })?;
         at_least_one("max_row_tokens", self.max_row_tokens)?;
         at_least("max_context_tokens", self.max_context_tokens, 2, "a prompt token and an output token")?;
         at_least_one("page_tokens", shape.page_tokens)?;
@@ -50,7 +59,8 @@ impl DecodeConfig {
         let longest = shape.pages_for(self.max_context_tokens);
         at_least("full_pages", self.full_pages, longest, "the longest sequence must fit")?;
         let window = self.window_pages_per_sequence(shape);
-        at_least("window_pages", self.window_pages, window, "the longest sequence must fit")
+        at_least("window_pages", self.window_pages, window, "the longest sequence must fit")?;
+        Ok(slots)
     }
 
     /// Pages that admission sets aside for a sequence.

@@ -427,6 +427,8 @@ fn a_config_that_could_strand_a_sequence_is_refused() {
     assert_eq!(field(|c| c.full_pages = 74), Some("full_pages"));
     assert_eq!(field(|c| c.window_pages = 8), Some("window_pages"));
     assert_eq!(field(|c| c.max_sequences = 0), Some("max_sequences"));
+    assert_eq!(field(|c| c.dp = 0), Some("dp"));
+    assert_eq!(field(|c| c.dp = 4), Some("max_sequences"), "2 slots are too few for 4 groups");
     assert_eq!(field(|c| c.max_row_tokens = 0), Some("max_row_tokens"));
     assert_eq!(field(|c| c.max_context_tokens = 1), Some("max_context_tokens"));
 }

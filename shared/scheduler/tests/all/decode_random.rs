@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::sample::Index;
-use scheduler::{Outcome, Phase, SequenceSpec, TicketError};
+use scheduler::{Outcome, Phase, Refusal, SequenceSpec, TicketError};
 use types::{PeerId, TicketId};
 
 use crate::decode_rig::{DecodeRig, config};
@@ -70,6 +70,8 @@ fn event() -> impl Strategy<Value = Event> {
 
 struct Run {
     rig: DecodeRig,
+    /// Slots of each attention group.
+    per_group: u32,
     reserved: u128,
 }
 
@@ -86,7 +88,13 @@ impl Run {
     fn reserve(&mut self, from: &PeerId, spec: SequenceSpec) {
         self.reserved += 1;
         // A refusal is an answer too: pools and slots are tight on purpose.
-        let _ = self.rig.reserve(ticket(self.reserved), from, spec);
+        if let Err(Refusal::NoSlot { max_sequences }) = self.rig.reserve(ticket(self.reserved), from, spec) {
+            assert_eq!(self.live().count() as u32, max_sequences, "a slot is free in some group");
+        }
+    }
+
+    fn live(&self) -> impl Iterator<Item = TicketId> {
+        self.rig.records.iter().filter(|(_, record)| record.outcome.is_none()).map(|(id, _)| *id)
     }
 
     fn apply(&mut self, event: Event) {
@@ -189,15 +197,17 @@ impl Run {
 
     fn check_counts(&self) {
         let counts = self.rig.scheduler.counts();
-        for pool in [counts.full, counts.window] {
+        for (group, pages, pool) in self.rig.scheduler.pool_counts() {
             let sum = pool.free + pool.reserved + pool.landing + pool.live + pool.quarantined;
-            assert_eq!(sum, pool.total, "{pool:?}");
+            assert_eq!(sum, pool.total, "group {group}: {pool:?}");
+            if !self.rig.fences.iter().any(|id| self.rig.group(*id) == group) {
+                assert_eq!(pool.quarantined, 0, "group {group}: {pages} pages wait without a reason");
+            }
+            let num_live = self.live().filter(|id| self.rig.group(*id) == group).count() as u32;
+            assert!(num_live <= self.per_group, "group {group} has {num_live} of {} slots", self.per_group);
         }
-        let live = self.rig.records.values().filter(|record| record.outcome.is_none()).count() as u32;
+        let live = self.live().count() as u32;
         assert_eq!(counts.reserved + counts.landing + counts.committed + counts.running, live);
-        if self.rig.fences.is_empty() {
-            assert_eq!(counts.full.quarantined + counts.window.quarantined, 0, "nothing waits without a reason");
-        }
     }
 
     /// Every sender finishes, every writer is fenced: then the batch must run dry by itself.
@@ -232,17 +242,20 @@ impl Run {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
 
-    /// No page leaks, each ticket ends exactly once, its tokens come in order and are those of a monolithic run, however late
+    /// With one attention group or several: no page leaks, each ticket ends exactly once, its tokens come in order and are those of a monolithic run, however late
     /// the engine runs its steps and whatever an unfenced writer does to its pages.
     #[test]
     fn any_interleaving_ends_well(
         events in prop::collection::vec(event(), 1..250),
+        (max_sequences, dp) in prop_oneof![Just((6, 1)), Just((6, 2)), Just((8, 4))],
         lookahead in any::<bool>(),
         full_pages in 75..140u32,
         growth_tokens in 0..64u32,
     ) {
-        let config = scheduler::DecodeConfig { growth_tokens, ..config(6, full_pages, lookahead) };
-        let mut run = Run { rig: DecodeRig::new(config), reserved: 0 };
+        let per_group = max_sequences / dp;
+        let window_pages = per_group * 9;
+        let config = scheduler::DecodeConfig { dp, growth_tokens, window_pages, ..config(max_sequences, full_pages, lookahead) };
+        let mut run = Run { rig: DecodeRig::new(config), per_group, reserved: 0 };
         for event in events {
             run.apply(event);
         }

@@ -10,7 +10,7 @@ use scheduler::{
     AbortReason, DecodeAction, DecodeConfig, DecodeScheduler, MaskPromise, Outcome, Phase, Refusal, ReserveRequest,
     SequenceSpec, TicketError,
 };
-use types::{KvLayout, PeerId, TicketId, TokenId};
+use types::{DpGroup, KvLayout, PeerId, SlotGroups, TicketId, TokenId};
 
 use crate::paged_engine::PagedEngine;
 use crate::{layout, peer, reference, sampled};
@@ -20,6 +20,7 @@ pub(crate) const TTL: Duration = Duration::from_secs(5);
 pub(crate) fn config(max_sequences: u32, full_pages: u32, lookahead: bool) -> DecodeConfig {
     DecodeConfig {
         max_sequences,
+        dp: 1,
         max_context_tokens: 1200,
         growth_tokens: 32,
         max_row_tokens: 1,
@@ -33,6 +34,8 @@ pub(crate) fn config(max_sequences: u32, full_pages: u32, lookahead: bool) -> De
 
 /// The sender's side of one ticket.
 pub(crate) struct Sender {
+    /// The attention group that the ticket's pages are in.
+    pub(crate) group: DpGroup,
     pub(crate) peer: PeerId,
     pub(crate) layout: KvLayout,
     pub(crate) map: PageMap,
@@ -56,6 +59,8 @@ pub(crate) struct DecodeRig {
     pub(crate) specs: BTreeMap<TicketId, SequenceSpec>,
     pub(crate) senders: BTreeMap<TicketId, Sender>,
     pub(crate) records: BTreeMap<TicketId, Record>,
+    /// Tickets in the order of their commits.
+    pub(crate) committed: Vec<TicketId>,
     /// Fences asked for and not given.
     pub(crate) fences: BTreeSet<TicketId>,
     /// Plans handed to the engine. It runs a step only when the host waits for it: as late as a device may.
@@ -68,13 +73,15 @@ pub(crate) struct DecodeRig {
 impl DecodeRig {
     pub(crate) fn new(config: DecodeConfig) -> Self {
         let max_context_tokens = config.max_context_tokens as usize;
+        let slots = SlotGroups::new(config.max_sequences, config.dp).expect("the test's slots divide");
         Self {
             scheduler: DecodeScheduler::new(config, layout(4)).expect("the test's configuration is sound"),
-            engine: PagedEngine::new(),
+            engine: PagedEngine::new(slots),
             now: Instant::now(),
             specs: BTreeMap::new(),
             senders: BTreeMap::new(),
             records: BTreeMap::new(),
+            committed: Vec::new(),
             fences: BTreeSet::new(),
             plans: VecDeque::new(),
             masks: Vec::new(),
@@ -99,10 +106,22 @@ impl DecodeRig {
                     record.tokens.push(token.token);
                 }
                 DecodeAction::Ended { ticket, outcome } => {
+                    if outcome == Outcome::Preempted {
+                        self.check_youngest(ticket);
+                    }
                     let record = self.records.get_mut(&ticket).expect("only reserved tickets end");
                     assert_eq!(record.outcome.replace(outcome), None, "{ticket} ends once");
                 }
             }
+        }
+    }
+
+    /// Who gives way is the youngest of its own attention group.
+    fn check_youngest(&self, ticket: TicketId) {
+        let younger = self.committed.iter().skip_while(|other| **other != ticket).skip(1);
+        let in_group = younger.filter(|other| self.senders[other].group == self.senders[&ticket].group);
+        for other in in_group {
+            assert!(self.records[other].outcome.is_some(), "{ticket} gave way before {other}, which is younger");
         }
     }
 
@@ -122,7 +141,8 @@ impl DecodeRig {
         let context = spec.prompt.iter().chain(&spec.generated).copied().collect();
         let (unsent, peer) = (map.slices().collect(), from.clone());
         let first = reference(&spec, self.max_context_tokens).0[0];
-        self.senders.insert(ticket, Sender { peer, layout, map, context, first, tables: None, unsent });
+        let group = reservation.group;
+        self.senders.insert(ticket, Sender { group, peer, layout, map, context, first, tables: None, unsent });
         self.specs.insert(ticket, spec);
         assert!(self.records.insert(ticket, Record::default()).is_none(), "{ticket} was reserved twice");
         Ok(())
@@ -140,7 +160,7 @@ impl DecodeRig {
         let slice = sender.unsent.swap_remove(pick % sender.unsent.len());
         let tables = sender.tables.as_ref().expect("the test began landing");
         let tokens = self.engine.slice_of(&sender.map, &sender.context, &slice);
-        self.engine.write_slice(tables, &slice, &tokens);
+        self.engine.write_slice(sender.group, tables, &slice, &tokens);
         self.scheduler.slice_arrived(ticket, &sender.peer, &slice)
     }
 
@@ -157,13 +177,22 @@ impl DecodeRig {
         let Some(tables) = &sender.tables else { return };
         for slice in sender.map.slices() {
             let garbage = vec![666; slice.head_count as usize * 16];
-            self.engine.write_slice(tables, &slice, &garbage);
+            self.engine.write_slice(sender.group, tables, &slice, &garbage);
         }
     }
 
     pub(crate) fn commit(&mut self, ticket: TicketId) -> Result<Taken, TicketError> {
         let (peer, first) = (self.senders[&ticket].peer.clone(), sampled(self.senders[&ticket].first));
-        self.act(|scheduler, out| scheduler.commit(ticket, &peer, first, out))
+        let taken = self.act(|scheduler, out| scheduler.commit(ticket, &peer, first, out));
+        if taken == Ok(Taken::First) {
+            self.committed.push(ticket);
+        }
+        taken
+    }
+
+    /// The attention group that took a ticket in.
+    pub(crate) fn group(&self, ticket: TicketId) -> DpGroup {
+        self.senders[&ticket].group
     }
 
     /// Reserve, land, commit.

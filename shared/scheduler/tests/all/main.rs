@@ -1,6 +1,7 @@
 //! Table and property tests of both schedulers, against an engine that stores tokens where a real one stores keys and values.
 
 mod decode_edges;
+mod decode_groups;
 mod decode_random;
 mod decode_rig;
 mod paged_engine;

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use kv::{KvSlice, PageMap, PageShape, PageTables};
 use scheduler::plan::{PageDelta, RowOutput, RowOutputKind, RowTokens, StepOutput, StepPlan};
-use types::{KvLayout, PageGroup, PageId, SlotId, TokenId};
+use types::{DpGroup, KvLayout, PageGroup, PageId, SlotGroups, SlotId, TokenId};
 
 use crate::sampled;
 
@@ -39,19 +39,34 @@ struct Slot {
 pub(crate) struct PagedEngine {
     layout: KvLayout,
     shape: PageShape,
+    groups: SlotGroups,
     slots: BTreeMap<SlotId, Slot>,
     /// `[layer of the group][head][position in page]` of each page.
-    pages: HashMap<(PageGroup, PageId), Vec<TokenId>>,
+    pages: HashMap<(DpGroup, PageGroup, PageId), Vec<TokenId>>,
     next_step: u64,
     pub(crate) rows_run: u64,
     pub(crate) last_sampled_rows: u64,
 }
 
 impl PagedEngine {
-    pub(crate) fn new() -> Self {
+    /// Attention groups have the same page numbers, and nothing else in common.
+    pub(crate) fn new(groups: SlotGroups) -> Self {
         let layout = crate::layout(1);
-        let (slots, pages) = (BTreeMap::new(), HashMap::new());
-        Self { shape: PageShape::of(&layout), layout, slots, pages, next_step: 0, rows_run: 0, last_sampled_rows: 0 }
+        Self {
+            shape: PageShape::of(&layout),
+            layout,
+            groups,
+            slots: BTreeMap::new(),
+            pages: HashMap::new(),
+            next_step: 0,
+            rows_run: 0,
+            last_sampled_rows: 0,
+        }
+    }
+
+    /// With one attention group, whatever the number of slots.
+    pub(crate) fn undivided() -> Self {
+        Self::new(SlotGroups::new(u32::MAX, 1).expect("all slots are one group's"))
     }
 
     pub(crate) fn execute(&mut self, plan: &StepPlan) -> StepOutput {
@@ -66,6 +81,8 @@ impl PagedEngine {
         for delta in &plan.pages {
             self.apply(delta);
         }
+        let by_group = plan.rows.is_sorted_by_key(|row| self.groups.of(row.slot));
+        assert!(by_group, "rows of one attention group follow each other");
         let slots: BTreeSet<SlotId> = plan.rows.iter().map(|row| row.slot).collect();
         assert_eq!(slots.len(), plan.rows.len(), "one row a slot");
         assert!(!plan.rows.is_empty(), "a step computes something");
@@ -117,9 +134,9 @@ impl PagedEngine {
         ((layer_idx as u32 * self.layout.kv_heads + head) * self.layout.page_tokens + offset) as usize
     }
 
-    fn page_mut(&mut self, group: PageGroup, page: PageId) -> &mut Vec<TokenId> {
+    fn page_mut(&mut self, on: DpGroup, group: PageGroup, page: PageId) -> &mut Vec<TokenId> {
         let cells = self.layout.layers(group).len() as u32 * self.layout.kv_heads * self.layout.page_tokens;
-        self.pages.entry((group, page)).or_insert_with(|| vec![UNWRITTEN; cells as usize])
+        self.pages.entry((on, group, page)).or_insert_with(|| vec![UNWRITTEN; cells as usize])
     }
 
     fn physical(&self, slot: SlotId, group: PageGroup, position: u32) -> PageId {
@@ -138,7 +155,7 @@ impl PagedEngine {
             for layer_idx in 0..self.layout.layers(group).len() {
                 for head in 0..self.layout.kv_heads {
                     let cell = self.cell(layer_idx, head, position % self.layout.page_tokens);
-                    self.page_mut(group, page)[cell] = token;
+                    self.page_mut(self.groups.of(slot), group, page)[cell] = token;
                 }
             }
         }
@@ -147,7 +164,7 @@ impl PagedEngine {
     /// What layer 0, head 0 of the group reads, checked to be the same in all layers and heads.
     fn read(&self, slot: SlotId, group: PageGroup, positions: Range<u32>) -> Vec<TokenId> {
         let read_one = |position: u32| {
-            let page = &self.pages[&(group, self.physical(slot, group, position))];
+            let page = &self.pages[&(self.groups.of(slot), group, self.physical(slot, group, position))];
             let offset = position % self.layout.page_tokens;
             let at = |layer_idx, head| page[self.cell(layer_idx, head, offset)];
             for layer_idx in 0..self.layout.layers(group).len() {
@@ -176,16 +193,16 @@ impl PagedEngine {
     }
 
     /// The bytes of a slice: `[head][position in page]`.
-    pub(crate) fn read_slice(&self, tables: &PageTables, slice: &KvSlice) -> Vec<TokenId> {
+    pub(crate) fn read_slice(&self, on: DpGroup, tables: &PageTables, slice: &KvSlice) -> Vec<TokenId> {
         let page = tables.physical(slice).expect("slices that are ready have a page");
-        let page = &self.pages[&(slice.group, page)];
+        let page = &self.pages[&(on, slice.group, page)];
         self.slice_cells(slice).into_iter().map(|cell| page[cell]).collect()
     }
 
-    pub(crate) fn write_slice(&mut self, tables: &PageTables, slice: &KvSlice, tokens: &[TokenId]) {
+    pub(crate) fn write_slice(&mut self, on: DpGroup, tables: &PageTables, slice: &KvSlice, tokens: &[TokenId]) {
         let page = tables.physical(slice).expect("expected slices have a page");
         for (cell, token) in self.slice_cells(slice).into_iter().zip(tokens) {
-            self.page_mut(slice.group, page)[cell] = *token;
+            self.page_mut(on, slice.group, page)[cell] = *token;
         }
     }
 

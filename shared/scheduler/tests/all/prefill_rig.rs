@@ -8,7 +8,7 @@ use scheduler::{
     AbortReason, PrefillAction, PrefillConfig, PrefillOutcome, PrefillRefusal, PrefillRequest, PrefillScheduler,
     PrefillStep, SequenceSpec, TransferEnd,
 };
-use types::{FinishReason, TicketId, TokenId};
+use types::{DpGroup, FinishReason, TicketId, TokenId};
 
 use crate::paged_engine::PagedEngine;
 use crate::{layout, reference};
@@ -55,7 +55,7 @@ impl PrefillRig {
     pub(crate) fn new(config: PrefillConfig) -> Self {
         Self {
             scheduler: PrefillScheduler::new(config, &layout(2)).expect("the test's configuration is sound"),
-            engine: PagedEngine::new(),
+            engine: PagedEngine::undivided(),
             now: Instant::now(),
             specs: BTreeMap::new(),
             records: BTreeMap::new(),
@@ -156,7 +156,7 @@ impl PrefillRig {
         let sent = self.outbox.remove(&ticket).expect("the transfer is open");
         let mut slices = BTreeSet::new();
         for (tables, slice) in &sent {
-            let bytes = self.engine.read_slice(tables, slice);
+            let bytes = self.engine.read_slice(DpGroup(0), tables, slice);
             let expected = self.engine.slice_of(&map, &context, slice);
             // Behind the context's end a page holds whatever it held before.
             let known = |(_, expected): &(&TokenId, &TokenId)| **expected != TokenId::MAX;

@@ -326,11 +326,12 @@ impl HostReceiver {
 
     fn fits_layout(&self, slice: &KvSlice, bytes: usize) -> bool {
         let layout = &self.layout;
-        let per_rank = layout.kv_heads / layout.tp;
         let end = slice.head_start.checked_add(slice.head_count);
         layout.layers(slice.group).contains(&slice.layer)
             && slice.head_count > 0
-            && end.is_some_and(|end| end <= layout.kv_heads && slice.head_start / per_rank == (end - 1) / per_rank)
+            && end.is_some_and(|end| {
+                end <= layout.kv_heads && layout.tp_rank_of(slice.head_start) == layout.tp_rank_of(end - 1)
+            })
             && bytes == slice.head_count as usize * layout.head_bytes()
     }
 

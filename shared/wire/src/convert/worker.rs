@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use types::{
-    Incarnation, KvEndpoint, Load, PagePoolLoad, PeerId, Ticket, TicketId, WorkerDescription, WorkerId, WorkerReport,
-    WorkerState,
+    DpGroup, Incarnation, KvEndpoint, Load, PagePoolLoad, PeerId, Ticket, TicketId, WorkerDescription, WorkerId,
+    WorkerReport, WorkerState,
 };
 
 use super::layout::{page_group, role, role_to_proto};
@@ -139,8 +139,9 @@ impl TryFrom<pb::Load> for Load {
 
 impl From<PagePoolLoad> for pb::PagePoolLoad {
     fn from(load: PagePoolLoad) -> Self {
-        let PagePoolLoad { group, total, free, reserved, landing, live, quarantined } = load;
-        Self { group: group.name().to_owned(), total, free, reserved, landing, live, quarantined }
+        let PagePoolLoad { dp_group, group, total, free, reserved, landing, live, quarantined } = load;
+        let group = group.name().to_owned();
+        Self { group, total, free, reserved, landing, live, quarantined, dp_group: dp_group.0 }
     }
 }
 
@@ -148,8 +149,9 @@ impl TryFrom<pb::PagePoolLoad> for PagePoolLoad {
     type Error = InvalidMessage;
 
     fn try_from(message: pb::PagePoolLoad) -> Result<Self> {
-        let pb::PagePoolLoad { group, total, free, reserved, landing, live, quarantined } = message;
-        Ok(Self { group: page_group(&group)?, total, free, reserved, landing, live, quarantined })
+        let pb::PagePoolLoad { group, total, free, reserved, landing, live, quarantined, dp_group } = message;
+        let (dp_group, group) = (DpGroup(dp_group), page_group(&group)?);
+        Ok(Self { dp_group, group, total, free, reserved, landing, live, quarantined })
     }
 }
 
@@ -184,6 +186,7 @@ impl From<Ticket> for pb::Ticket {
             kv_endpoint: Some(ticket.kv_endpoint.into()),
             kv_layout: Some(ticket.kv_layout.into()),
             ttl_ms: u32::try_from(ticket.ttl.as_millis()).unwrap_or(u32::MAX),
+            dp_group: ticket.dp_group.0,
         }
     }
 }
@@ -198,6 +201,7 @@ impl TryFrom<pb::Ticket> for Ticket {
             decode: message(proto.decode, "decode")?,
             kv_endpoint: super::required(proto.kv_endpoint, "kv_endpoint")?.into(),
             kv_layout: message(proto.kv_layout, "kv_layout")?,
+            dp_group: DpGroup(proto.dp_group),
             ttl: Duration::from_millis(proto.ttl_ms.into()),
         })
     }

@@ -1,7 +1,7 @@
 //! The CPU engine: gpt-oss in plain Rust, one thread a rank.
 //!
 //! It is the oracle of the GPU kernels and the engine of a laptop. Its logits are **bit-stable**: those of a position do not depend on what else
-//! is in the batch, on chunking, on whether prefill or decode computed them, on page size, tensor or expert parallelism, or on the vector unit.
+//! is in the batch, on chunking, on whether prefill or decode computed them, on page size, tensor, expert or data parallelism, or on the vector unit.
 //! Every sum has one order (see `matmul`, `attention`, `experts` and the tree in `model::sharding`), and the exponential is the engine's own.
 //! Only sine and cosine of the rotary embedding come from the system's maths library: machines whose libraries differ may differ in a last bit.
 //!
@@ -11,6 +11,7 @@ mod attention;
 mod batch;
 mod experts;
 mod forward;
+mod gather;
 #[cfg(test)]
 mod kernel_tests;
 mod kv_pool;
@@ -24,14 +25,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use model::{Checkpoint, ModelConfig, ShardPlan, load_rank};
-use types::{KvDtype, KvLayout, ParallelLayout, TokenId};
+use types::{KvDtype, KvLayout, ParallelLayout, SlotGroups, TokenId};
 
 use crate::fault::Fault;
 use crate::group::EngineGroup;
 use crate::link::{Exchange, Link};
 pub use crate::vector::Precision;
 use crate::{EngineError, KvListener};
-use rank::CpuRank;
+use rank::{CpuRank, Links};
 use weights::PackedWeights;
 
 /// Rounding of intermediate values.
@@ -50,7 +51,7 @@ impl Numerics {
     pub const BF16: Self = Self { compute: Precision::Bf16, routing: Precision::Bf16 };
 }
 
-/// Sees intermediate values, on rank 0's thread, in the order of layers. For numeric tests.
+/// Sees intermediate values of the tokens of rank 0's attention group, on rank 0's thread, in the order of layers. For numeric tests.
 pub trait Probe: Send + Sync {
     /// The residual stream behind `layer`, `[tokens, hidden]`, tokens in the order of the plan.
     fn hidden(&self, layer: usize, hidden: &[f32]);
@@ -62,7 +63,7 @@ pub trait Probe: Send + Sync {
 /// What to build.
 #[derive(Clone)]
 pub struct CpuOptions {
-    /// Ranks are threads; `dp` must be 1.
+    /// Ranks are threads.
     pub layout: ParallelLayout,
     /// Where to round.
     pub numerics: Numerics,
@@ -70,11 +71,11 @@ pub struct CpuOptions {
     pub kv_dtype: KvDtype,
     /// Positions a page holds.
     pub page_tokens: u32,
-    /// Pages for layers of full attention, on each rank.
+    /// Pages for layers of full attention, on each rank: those of one attention group.
     pub full_pages: u32,
-    /// Pages for layers of sliding-window attention, on each rank.
+    /// Pages for layers of sliding-window attention, on each rank: those of one attention group.
     pub window_pages: u32,
-    /// Slots are numbered from 0 to below this.
+    /// Slots are numbered from 0 to below this, and dealt out to the attention groups ([`SlotGroups`]).
     pub max_slots: u32,
     /// Tokens that the rows of a step may have together.
     pub max_step_tokens: u32,
@@ -115,18 +116,25 @@ pub fn build_group(
     listener: Option<Arc<dyn KvListener>>,
     progress: Arc<dyn Fn(LoadProgress) + Send + Sync>,
 ) -> Result<EngineGroup, EngineError> {
-    check(checkpoint.config(), &options)?;
+    let slots = check(checkpoint.config(), &options)?;
+    if listener.is_some() && options.layout.dp > 1 {
+        let reason = format!("layout {}: keys and values are published without data parallelism alone", options.layout);
+        return Err(EngineError::Setup(reason));
+    }
     let plans = ShardPlan::all(checkpoint.config(), options.layout)?;
     let layout = kv_layout(checkpoint.config(), &options);
     let ranks = options.layout.ranks();
     let fault = Arc::new(Fault::new(ranks));
-    let exchange = Arc::new(Exchange::new(ranks, fault.clone()));
+    let exchange = |ranks: Range<u32>| Arc::new(Exchange::between(ranks, fault.clone()));
+    let (world, tp) = (exchange(0..ranks), options.layout.tp);
+    let groups: Vec<_> = slots.groups().map(|group| exchange(group.0 * tp..(group.0 + 1) * tp)).collect();
     tracing::debug!(layout = %options.layout, vector_unit = crate::simd::Simd::detect().name(), "building cpu engine");
     EngineGroup::start("engine", ranks, layout, fault, move |rank| {
         let plan = &plans[rank as usize];
         let weights = load(&checkpoint, plan, &|done, total| progress(LoadProgress { rank, done, total }))?;
-        let link = Link::new(rank as usize, exchange.clone());
-        Ok(CpuRank::new(checkpoint.config(), plan.clone(), weights, &options, link, listener.clone()))
+        let link = |exchange: &Arc<Exchange>| Link::new(plan.rank, exchange.clone());
+        let links = Links { group: link(&groups[plan.dp_rank]), world: link(&world) };
+        Ok(CpuRank::new(checkpoint.config(), plan.clone(), weights, (&options, slots), links, listener.clone()))
     })
 }
 
@@ -139,12 +147,9 @@ fn load(checkpoint: &Checkpoint, plan: &ShardPlan, progress: &dyn Fn(u64, u64)) 
     Ok(PackedWeights::pack(checkpoint, weights, &packed))
 }
 
-fn check(config: &ModelConfig, options: &CpuOptions) -> Result<(), EngineError> {
+fn check(config: &ModelConfig, options: &CpuOptions) -> Result<SlotGroups, EngineError> {
     let lanes = crate::simd::LANES;
     let fail = |reason: String| Err(EngineError::Setup(reason));
-    if options.layout.dp != 1 {
-        return fail(format!("layout {}: the cpu engine has no data parallelism", options.layout));
-    }
     if config.head_dim != attention::HEAD_DIM {
         return fail(format!("head_dim is {}, the cpu engine computes {}", config.head_dim, attention::HEAD_DIM));
     }
@@ -157,5 +162,5 @@ fn check(config: &ModelConfig, options: &CpuOptions) -> Result<(), EngineError> 
     if let Some(range) = options.masked_tokens.iter().find(|range| range.end as usize > config.vocab_size) {
         return fail(format!("masked tokens {range:?} lie beyond the vocabulary of {}", config.vocab_size));
     }
-    Ok(())
+    SlotGroups::new(options.max_slots, options.layout.dp).map_err(|error| EngineError::Setup(error.to_string()))
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use scheduler::mask::{MaskPromise, PendingMask};
 use scheduler::plan::{PageDelta, RowOutputKind, RowTokens, SlotBinding, StepOutput, StepPlan, StepRow};
-use types::{PageGroup, PageId, Sampling, SlotId, TokenId};
+use types::{PageGroup, PageId, Sampling, SlotGroups, SlotId, TokenId};
 
 use crate::EngineError;
 use crate::group::EngineGroup;
@@ -65,19 +65,31 @@ pub struct Driver {
     pub group: EngineGroup,
     /// Slots in use.
     pub sequences: BTreeMap<u32, Sequence>,
+    /// Which slot is in which attention group.
+    pub slots: SlotGroups,
     window_tokens: u32,
-    free: [Vec<PageId>; 2],
+    /// Of each attention group.
+    free: Vec<[Vec<PageId>; 2]>,
     plan: StepPlan,
 }
 
 impl Driver {
-    /// `pages` are those of the group's full and window pools, all of them free.
+    /// `pages` are those of the group's full and window pools, all of them free. For layouts without data parallelism.
+    ///
+    /// # Panics
+    /// Never: any number of slots is one attention group's.
     #[must_use]
     pub fn over(group: EngineGroup, pages: [u32; 2]) -> Self {
+        Self::over_groups(group, pages, SlotGroups::new(u32::MAX, 1).expect("all slots are one group's"))
+    }
+
+    /// With `pages` in each attention group, and the slots of the group's options.
+    #[must_use]
+    pub fn over_groups(group: EngineGroup, pages: [u32; 2], slots: SlotGroups) -> Self {
         // Descending, so that the pages of a sequence are not in order of their numbers.
-        let free = pages.map(|pages| (0..pages).map(PageId).collect());
+        let free = slots.groups().map(|_| pages.map(|pages| (0..pages).map(PageId).collect())).collect();
         let window_tokens = group.kv_layout().window;
-        Self { group, sequences: BTreeMap::new(), window_tokens, free, plan: StepPlan::default() }
+        Self { group, sequences: BTreeMap::new(), slots, window_tokens, free, plan: StepPlan::default() }
     }
 
     /// Binds a slot in the next step.
@@ -93,8 +105,9 @@ impl Driver {
     /// If the slot is not bound.
     pub fn end(&mut self, slot: u32) {
         let sequence = self.sequences.remove(&slot).expect("the slot is bound");
-        self.free[0].extend(sequence.full);
-        self.free[1].extend(sequence.window);
+        let [full, window] = &mut self.free[self.slots.of(SlotId(slot)).0 as usize];
+        full.extend(sequence.full);
+        window.extend(sequence.window);
         self.plan.unbind.push(SlotId(slot));
     }
 
@@ -113,13 +126,14 @@ impl Driver {
             let used_up = || EngineError::Setup(format!("no page is free for position {end} of slot {slot}"));
             (have..pages).map(|_| free.pop().ok_or_else(used_up)).collect()
         };
-        let full = append(&mut self.free[0], sequence.full.len() as u32)?;
+        let [free_full, free_window] = &mut self.free[self.slots.of(SlotId(slot)).0 as usize];
+        let full = append(free_full, sequence.full.len() as u32)?;
         let first = ((position + 1).saturating_sub(self.window_tokens) / page_tokens).max(sequence.window_first);
         let dropped = ((first - sequence.window_first) as usize).min(sequence.window.len());
         let left: Vec<PageId> = sequence.window.drain(..dropped).collect();
         sequence.window_first = first;
-        let window = append(&mut self.free[1], first + sequence.window.len() as u32)?;
-        self.free[1].splice(0..0, left); // reused last
+        let window = append(free_window, first + sequence.window.len() as u32)?;
+        free_window.splice(0..0, left); // reused last
         sequence.full.extend(&full);
         sequence.window.extend(&window);
         let slot = SlotId(slot);

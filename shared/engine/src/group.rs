@@ -40,7 +40,8 @@ enum Command {
 pub struct EngineGroup {
     ranks: Vec<SyncSender<Command>>,
     threads: Vec<JoinHandle<()>>,
-    outputs: Mutex<Receiver<StepOutput>>,
+    /// From the first rank of each attention group.
+    outputs: Mutex<Vec<Receiver<StepOutput>>>,
     /// Held while one command goes to all ranks, so that all get the commands in one order whoever calls.
     broadcast: Mutex<()>,
     kv_layout: KvLayout,
@@ -62,12 +63,12 @@ impl EngineGroup {
     ) -> Result<Self, EngineError> {
         let construct = Arc::new(construct);
         let (ready, built) = sync_channel(ranks as usize);
-        let (output, outputs) = sync_channel(QUEUE);
+        let mut outputs = Vec::new();
         let head_bytes = kv_layout.head_bytes();
         let mut group = Self {
             ranks: Vec::new(),
             threads: Vec::new(),
-            outputs: Mutex::new(outputs),
+            outputs: Mutex::default(),
             broadcast: Mutex::new(()),
             kv_layout,
             fault: fault.clone(),
@@ -75,7 +76,11 @@ impl EngineGroup {
         for rank in 0..ranks {
             let (commands, inbox) = sync_channel(QUEUE);
             let (construct, ready, fault) = (construct.clone(), ready.clone(), fault.clone());
-            let output = (rank == 0).then(|| output.clone());
+            let output = rank.is_multiple_of(group.kv_layout.tp).then(|| {
+                let (output, outlet) = sync_channel(QUEUE);
+                outputs.push(outlet);
+                output
+            });
             let worker = RankThread { rank, inbox, output, head_bytes, fault };
             let thread = std::thread::Builder::new()
                 .name(format!("{name}-rank-{rank}"))
@@ -84,7 +89,8 @@ impl EngineGroup {
             group.ranks.push(commands);
             group.threads.push(thread);
         }
-        drop((ready, output));
+        drop(ready);
+        group.outputs = Mutex::new(outputs);
         // A constructor that fails leaves the other ranks idle; dropping the group then ends and joins them.
         built.iter().collect::<Result<Vec<()>, EngineError>>()?;
         fault.check()?;
@@ -111,15 +117,21 @@ impl EngineGroup {
         self.send_all(|| Command::Launch(plan.clone()))
     }
 
-    /// Waits for the oldest step that was launched and not collected, and yields what rank 0 computed.
+    /// Waits for the oldest step that was launched and not collected, and yields what the first ranks of the attention groups computed, each
+    /// for its own rows.
     ///
     /// # Errors
     /// [`EngineError::RankLost`], also when the step itself failed.
     pub fn collect(&self) -> Result<StepOutput, EngineError> {
         self.send_all(|| Command::Collect)?;
-        // Nothing panics while it holds this lock; were it so, the receiver would be as good as before.
+        // Nothing panics while it holds this lock; were it so, the receivers would be as good as before.
         let outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
-        outputs.recv().map_err(|_| self.fault.error(0))
+        let mut whole = StepOutput::default();
+        for (rank, output) in (0..).step_by(self.kv_layout.tp as usize).zip(&*outputs) {
+            let part = output.recv().map_err(|_| self.fault.error(rank))?;
+            if rank == 0 { whole = part } else { fill_in(&mut whole, part) }
+        }
+        Ok(whole)
     }
 
     /// Copies slices out of one rank's cache, between steps; one buffer a slice.
@@ -176,11 +188,21 @@ impl Drop for EngineGroup {
     }
 }
 
+/// Takes over the rows that another attention group has computed; in its own output all others are empty.
+fn fill_in(whole: &mut StepOutput, part: StepOutput) {
+    assert_eq!((whole.step, whole.rows.len()), (part.step, part.rows.len()), "all ranks run the same plans");
+    for (row, computed) in whole.rows.iter_mut().zip(part.rows) {
+        if computed.sampled.is_some() || !computed.logits.is_empty() {
+            *row = computed;
+        }
+    }
+}
+
 /// What the thread of a rank needs.
 struct RankThread {
     rank: u32,
     inbox: Receiver<Command>,
-    /// Rank 0's way to `collect`.
+    /// The way to `collect`, from a rank that is the first of its attention group.
     output: Option<SyncSender<StepOutput>>,
     head_bytes: usize,
     fault: Arc<Fault>,

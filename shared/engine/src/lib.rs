@@ -40,7 +40,8 @@ pub trait Engine: Send {
     /// [`EngineError`]; after one that is fatal the rank may only be dropped.
     fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError>;
 
-    /// Waits for the oldest step in flight. Rank 0 yields tokens and logits; the other ranks yield rows without them.
+    /// Waits for the oldest step in flight. The first rank of an attention group (all ranks are one unless the layout has data parallelism)
+    /// yields tokens and logits of that group's rows; all other rows are there without them.
     ///
     /// # Errors
     /// [`EngineError`].

@@ -1,14 +1,18 @@
-//! How the ranks of a group, threads of one process, exchange values: each publishes one, all read all of them.
+//! How the ranks of a group, threads of one process, exchange values: each publishes one, all read all of them. Sums over ranks, gathers and
+//! scattered sums differ in what a rank publishes and in what it reads.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 
 use crate::EngineError;
 use crate::fault::Fault;
 
-/// What the ranks of a group share. Two buffers a rank, used in turn: a rank that fills one for exchange `n + 1` cannot disturb readers of
-/// exchange `n`, and by the barrier of `n + 1` all have finished reading `n`, whose buffer `n + 2` will fill. One barrier an exchange is enough.
+/// What the ranks of an instance share, or those of one attention group. Two buffers a rank, used in turn: a rank that fills one for exchange
+/// `n + 1` cannot disturb readers of exchange `n`, and by the barrier of `n + 1` all have finished reading `n`, whose buffer `n + 2` will fill.
+/// One barrier an exchange is enough.
 pub(crate) struct Exchange<T = Vec<f32>> {
+    first_rank: u32,
     buffers: Vec<[RwLock<T>; 2]>,
     arrived: AtomicUsize,
     generation: AtomicU64,
@@ -16,9 +20,15 @@ pub(crate) struct Exchange<T = Vec<f32>> {
 }
 
 impl<T: Default> Exchange<T> {
+    /// Between all ranks of an instance.
     pub(crate) fn new(ranks: u32, fault: Arc<Fault>) -> Self {
-        let buffers = (0..ranks).map(|_| Default::default()).collect();
-        Self { buffers, arrived: AtomicUsize::new(0), generation: AtomicU64::new(0), fault }
+        Self::between(0..ranks, fault)
+    }
+
+    /// Between ranks that are neighbours.
+    pub(crate) fn between(ranks: Range<u32>, fault: Arc<Fault>) -> Self {
+        let (first_rank, buffers) = (ranks.start, ranks.map(|_| Default::default()).collect());
+        Self { first_rank, buffers, arrived: AtomicUsize::new(0), generation: AtomicU64::new(0), fault }
     }
 
     /// Sleeps until all ranks are here, or one is lost.
@@ -47,12 +57,13 @@ pub(crate) struct Link<T = Vec<f32>> {
 }
 
 impl<T: Default> Link<T> {
+    /// `rank` is counted over the whole instance, and is one of the exchange's.
     pub(crate) const fn new(rank: usize, exchange: Arc<Exchange<T>>) -> Self {
         Self { rank, exchange, turn: 0 }
     }
 
     /// Lets `publish` fill this rank's value, waits for the other ranks, then lets `read` see the values of all, in order of rank. Every rank
-    /// of the group makes the same sequence of calls.
+    /// of the exchange makes the same sequence of calls.
     ///
     /// # Errors
     /// [`EngineError::RankLost`] if a rank is lost before it has published; `publish`'s own.
@@ -65,7 +76,8 @@ impl<T: Default> Link<T> {
         let turn = self.turn % 2;
         self.turn += 1;
         // Locks are never waited for (see `Exchange`); one is poisoned if its rank panicked while it published.
-        publish(&mut *self.exchange.buffers[self.rank][turn].write().map_err(|_| lost())?);
+        let own = self.rank - self.exchange.first_rank as usize;
+        publish(&mut *self.exchange.buffers[own][turn].write().map_err(|_| lost())?);
         self.exchange.wait()?;
         let guards = self
             .exchange

@@ -17,6 +17,7 @@ use scheduler::plan::{RowOutputKind, RowTokens, StepOutput, StepPlan, StepRow};
 use types::{PageId, ParallelLayout, Sampling, SlotId, TokenId, TokenMask};
 
 const TP4_EP4: ParallelLayout = ParallelLayout { tp: 4, ep: 4, dp: 1 };
+const EP4_DP2_TP2: ParallelLayout = ParallelLayout { tp: 2, ep: 4, dp: 2 };
 
 fn prompt(len: u32) -> Vec<TokenId> {
     (0..len).map(|i| (i * 97 + 11) % 2016).collect()
@@ -51,8 +52,11 @@ fn tokens_are_the_same_run_ahead_or_fed_back_in_every_layout() {
         want.push(output.rows[0].sampled.as_ref().expect("the row samples").token);
         next = vec![want[want.len() - 1]];
     }
-    for layout in [ParallelLayout::tp(1), ParallelLayout::tp(2), TP4_EP4] {
-        assert_eq!(sample_ahead(&mut Driver::new(options(layout)), 5, &sampling, 30), want, "{layout}");
+    for layout in [ParallelLayout::tp(1), ParallelLayout::tp(2), TP4_EP4, EP4_DP2_TP2] {
+        let mut driver = Driver::new(options(layout));
+        for slot in [5, 47] {
+            assert_eq!(sample_ahead(&mut driver, slot, &sampling, 30), want, "{layout}, slot {slot}");
+        }
     }
 }
 
@@ -132,12 +136,17 @@ fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
 }
 
 /// Two steps in flight, as on a device: the mask of the second comes when the first has been collected, and that of the third when it is launched
-/// already.
+/// already. Also where the other row is of another attention group, which waits for no mask.
 #[test]
 fn masks_of_a_step_ahead_may_depend_on_the_step_before() {
-    let mut driver = Driver::new(options(ParallelLayout::tp(2)));
+    for (layout, other) in [(ParallelLayout::tp(2), 1), (EP4_DP2_TP2, 1), (EP4_DP2_TP2, 47)] {
+        masks_ahead(&mut Driver::new(options(layout)), other);
+    }
+}
+
+fn masks_ahead(driver: &mut Driver, other: u32) {
     driver.bind(0, &[1, 2, 3], greedy());
-    driver.bind(1, &[4, 5], greedy());
+    driver.bind(other, &[4, 5], greedy());
     let [first, second, third] = [(); 3].map(|()| MaskPromise::new());
     let only = |token: TokenId| {
         let word = |idx| if idx == token / 32 { 1 << (token % 32) } else { 0 };
@@ -146,15 +155,15 @@ fn masks_of_a_step_ahead_may_depend_on_the_step_before() {
     let token = |output: &StepOutput, row: usize| output.rows[row].sampled.as_ref().map(|sampled| sampled.token);
     let rows = vec![
         Row::new(0, &[1, 2, 3], RowOutputKind::Sample).masked(&first),
-        Row::new(1, &[4, 5], RowOutputKind::Sample),
+        Row::new(other, &[4, 5], RowOutputKind::Sample),
     ];
     driver.launch(rows);
-    driver.launch(vec![Row::decode(0).masked(&second), Row::decode(1)]);
+    driver.launch(vec![Row::decode(0).masked(&second), Row::decode(other)]);
     first.settle(only(77));
     let output = driver.group.collect().expect("no rank is lost");
     assert_eq!(token(&output, 0), Some(77));
     assert!(token(&output, 1).is_some());
-    driver.launch(vec![Row::decode(0).masked(&third), Row::decode(1)]);
+    driver.launch(vec![Row::decode(0).masked(&third), Row::decode(other)]);
     second.settle(only(78));
     let output = driver.group.collect().expect("no rank is lost");
     assert_eq!(token(&output, 0), Some(78));
@@ -162,7 +171,7 @@ fn masks_of_a_step_ahead_may_depend_on_the_step_before() {
     let output = driver.group.collect().expect("no rank is lost");
     assert_eq!(token(&output, 0), None, "never a token that the grammar might forbid");
     assert!(token(&output, 1).is_some(), "other rows go on");
-    let output = driver.step(vec![Row::decode(0), Row::decode(1)]);
+    let output = driver.step(vec![Row::decode(0), Row::decode(other)]);
     assert!(token(&output, 1).is_some());
 }
 
@@ -197,12 +206,22 @@ fn a_plan_that_cannot_be_run_names_step_and_reason() {
 
 #[test]
 fn a_layout_that_cannot_be_is_refused() {
-    let build = |layout| {
+    let build = |options| {
         let checkpoint = Arc::new(Checkpoint::embedded_nano());
-        build_group(checkpoint, options(layout), None, Arc::new(|_| {})).map(drop).expect_err("nano has 4 kv heads")
+        build_group(checkpoint, options, None, Arc::new(|_| {})).map(drop).expect_err("it cannot be")
     };
-    assert!(matches!(build(ParallelLayout::tp(8)), EngineError::Layout(_)));
-    assert!(matches!(build(ParallelLayout { tp: 1, ep: 1, dp: 2 }), EngineError::Setup(_)));
+    assert!(matches!(build(options(ParallelLayout::tp(8))), EngineError::Layout(_)), "nano has 4 kv heads");
+    let uneven = CpuOptions { max_slots: 47, ..options(EP4_DP2_TP2) };
+    assert!(matches!(build(uneven), EngineError::Setup(_)), "47 slots over 2 groups");
+}
+
+#[test]
+fn keys_and_values_are_not_published_with_data_parallelism() {
+    let checkpoint = Arc::new(Checkpoint::embedded_nano());
+    let listener = Arc::new(Recorder::default());
+    let error = build_group(checkpoint, options(EP4_DP2_TP2), Some(listener), Arc::new(|_| {})).map(drop);
+    let error = error.expect_err("prefill has one attention group").to_string();
+    assert!(error.contains("EP4 DP2 TP2"), "{error}");
 }
 
 #[test]

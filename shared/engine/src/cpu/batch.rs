@@ -1,9 +1,9 @@
-//! A step's rows laid out as one run of tokens, checked against the state of the slots.
+//! The rows of a step that are the rank's, laid out as one run of tokens, checked against the state of the slots.
 
 use std::ops::Range;
 
 use scheduler::plan::{RowOutputKind, RowTokens, StepPlan};
-use types::{PageGroup, TokenId};
+use types::{DpGroup, PageGroup, SlotGroups, SlotId, TokenId};
 
 use super::kv_pool::KvCache;
 use crate::EngineError;
@@ -20,7 +20,7 @@ pub(crate) struct BatchRow {
     pub(crate) logits: Range<usize>,
 }
 
-/// All rows of a step.
+/// The rows of a step whose slots are of the rank's attention group; maybe none.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     pub(crate) tokens: Vec<TokenId>,
@@ -37,6 +37,16 @@ pub(crate) struct Limits {
     pub(crate) max_step_tokens: usize,
     pub(crate) vocab_size: usize,
     pub(crate) window: usize,
+    pub(crate) slots: SlotGroups,
+    /// The rank's attention group.
+    pub(crate) group: DpGroup,
+}
+
+impl Limits {
+    /// Whether the sequence in this slot is computed here.
+    pub(crate) fn is_own(&self, slot: SlotId) -> bool {
+        self.slots.of(slot) == self.group
+    }
 }
 
 impl Batch {
@@ -57,6 +67,9 @@ impl Batch {
         self.tokens.clear();
         for row in &plan.rows {
             let (slot, position) = (row.slot.0 as usize, row.position as usize);
+            if slot < last_sampled.len() && !limits.is_own(row.slot) {
+                continue;
+            }
             if slot >= last_sampled.len() || self.rows.iter().any(|other| other.slot == slot) {
                 return fail(format!("slot {slot} does not exist or has two rows"));
             }

@@ -103,12 +103,15 @@ pub(crate) struct AddExperts<'a, R> {
     pub(crate) expert_tp: usize,
     /// Experts that such a group of ranks holds.
     pub(crate) group_experts: usize,
+    /// Of all tokens of the step.
     pub(crate) routes: &'a Routes,
+    /// The first of them whose residual stream `x` holds.
+    pub(crate) first_token: usize,
     pub(crate) per_token: usize,
     /// `[experts, hidden]`.
     pub(crate) bias: &'a [f32],
     pub(crate) hidden: usize,
-    /// `[tokens, hidden]`, the residual stream.
+    /// `[tokens, hidden]`, the residual stream: the tokens of the rank's attention group.
     pub(crate) x: &'a mut [f32],
     pub(crate) rounding: PhantomData<R>,
 }
@@ -120,7 +123,7 @@ impl<R: Rounding> Kernel for AddExperts<'_, R> {
     fn run<const WIDE: bool>(self) {
         let hidden = self.hidden;
         let mut sums = vec![splat(0.0); hidden / LANES];
-        for (token, x) in self.x.chunks_exact_mut(hidden).enumerate() {
+        for (token, x) in (self.first_token..).zip(self.x.chunks_exact_mut(hidden)) {
             sums.fill(splat(0.0));
             for pick in token * self.per_token..(token + 1) * self.per_token {
                 let expert = self.routes.picks[pick].expert as usize;

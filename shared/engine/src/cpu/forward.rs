@@ -5,9 +5,13 @@
 //! for each layer:
 //!     x += o_proj(attention(rotate(qkv_proj(norm(x)))))       one exchange: partial sums over heads
 //!     x += sum of experts(norm(x))                            one exchange: partial sums over units, a row for each (token, expert)
-//! logits = head(norm(x of the wanted tokens))                 one exchange: vocabulary shards to rank 0
+//! logits = head(norm(x of the wanted tokens))                 one exchange: vocabulary shards to the first rank
 //! ```
 //! The residual stream, the router and the sums over experts are computed by every rank alike: cheaper, at these widths, than one more barrier.
+//!
+//! With data parallelism that is the tokens of one attention group, and the exchanges are between its ranks. Only the experts are everybody's:
+//! one more exchange brings all groups' tokens to them, and the sums, which a rank reads for its own tokens alone, are those of all ranks. A
+//! group without a row in a step takes part in both.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -21,14 +25,15 @@ use super::Probe;
 use super::attention::{Attention, HEAD_DIM, Rotate};
 use super::batch::Batch;
 use super::experts::{AddAttention, AddExperts, SwiGlu};
+use super::gather::{GatheredTokens, TokenSizes};
 use super::kv_pool::{KvCache, KvElement, KvPool, each_dtype};
 use super::matmul::{MatMul, Panels};
 use super::norm::RmsNorm;
+use super::rank::Links;
 use super::routing::{Routes, choose};
 use super::weights::{PackedLayer, PackedWeights};
 use crate::EngineError;
 use crate::kv_slice::page_group;
-use crate::link::Link;
 use crate::simd::{Simd, V};
 use crate::vector::{Exact, Precision, Rounding};
 
@@ -55,6 +60,7 @@ pub(crate) struct Workspace {
     scores: Vec<V>,
     router_logits: Vec<f32>,
     routes: Routes,
+    gathered: GatheredTokens,
     expert: ExpertWorkspace,
 }
 
@@ -75,7 +81,7 @@ fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
 pub(crate) struct Forward<'a, R> {
     pub(crate) model: &'a RankModel,
     pub(crate) cache: &'a mut KvCache,
-    pub(crate) link: &'a mut Link,
+    pub(crate) links: &'a mut Links,
     pub(crate) work: &'a mut Workspace,
     pub(crate) batch: &'a Batch,
     /// Called when the keys and values of a layer are in the cache.
@@ -85,7 +91,7 @@ pub(crate) struct Forward<'a, R> {
 }
 
 impl<R: Rounding> Forward<'_, R> {
-    /// Runs the step. Rank 0 gets the logits of `batch.logit_tokens`, `[wanted, vocabulary]`; other ranks get none.
+    /// Runs the step. The first rank of an attention group gets the logits of `batch.logit_tokens`, `[wanted, vocabulary]`; others get none.
     pub(crate) fn run(mut self) -> Result<Vec<f32>, EngineError> {
         self.embed();
         for (idx, layer) in self.model.weights.layers.iter().enumerate() {
@@ -146,7 +152,7 @@ impl<R: Rounding> Forward<'_, R> {
             let out = room(out, len);
             simd.run(MatMul { x: attention, weights, slices, bias: &[], out, rounding: PhantomData::<Exact> });
         };
-        self.link.exchange(publish, |parts| {
+        self.links.group.exchange(publish, |parts| {
             simd.run(AddAttention { parts, bias: &layer.out.bias, x, rounding: PhantomData::<R> });
         })
     }
@@ -156,18 +162,29 @@ impl<R: Rounding> Forward<'_, R> {
         Self::norm(model, &self.work.x, &layer.mlp_norm, &mut self.work.normed);
         Self::linear(model, &self.work.normed, &layer.router.weight, &layer.router.bias, &mut self.work.router_logits);
         self.route(idx);
-        let Workspace { x, normed, routes, expert, .. } = &mut *self.work;
-        self.link.exchange(
-            |out| run_experts::<R>(model, layer, normed, routes, expert, out),
+        let Workspace { x, normed, routes, gathered, expert, .. } = &mut *self.work;
+        let config = &model.config;
+        let (hidden, per_token) = (config.hidden_size, config.experts_per_token);
+        let (tokens, first_token) = if model.plan.layout.dp > 1 {
+            let sizes = TokenSizes { hidden, per_token };
+            gathered.gather(&mut self.links.world, &model.plan, normed, &mut routes.picks, sizes)?;
+            (&gathered.x, gathered.own.start)
+        } else {
+            (&*normed, 0)
+        };
+        routes.sort(config.num_experts, per_token);
+        self.links.world.exchange(
+            |out| run_experts::<R>(model, layer, tokens, routes, expert, out),
             |parts| {
                 model.simd.run(AddExperts {
                     parts,
                     expert_tp: model.plan.layout.expert_tp() as usize,
                     group_experts: model.plan.experts.len(),
                     routes,
-                    per_token: model.config.experts_per_token,
+                    first_token,
+                    per_token,
                     bias: &layer.down_bias,
-                    hidden: model.config.hidden_size,
+                    hidden,
                     x,
                     rounding: PhantomData::<R>,
                 });
@@ -175,6 +192,7 @@ impl<R: Rounding> Forward<'_, R> {
         )
     }
 
+    /// Chooses experts for the tokens of the rank's attention group.
     fn route(&mut self, idx: usize) {
         let (experts, per_token) = (self.model.config.num_experts, self.model.config.experts_per_token);
         let Workspace { router_logits, routes, .. } = &mut *self.work;
@@ -188,7 +206,6 @@ impl<R: Rounding> Forward<'_, R> {
                 probe.routed(idx, token, &picks);
             }
         }
-        routes.sort(experts, per_token);
     }
 
     fn logits(&mut self) -> Result<Vec<f32>, EngineError> {
@@ -199,12 +216,12 @@ impl<R: Rounding> Forward<'_, R> {
             attention.extend_from_slice(&x[token * hidden..][..hidden]);
         }
         Self::norm(model, attention, &model.weights.final_norm, normed);
-        let (wanted, vocab, is_first) = (self.batch.logit_tokens.len(), model.config.vocab_size, model.plan.rank == 0);
-        self.link.exchange(
+        let (wanted, vocab, leads) = (self.batch.logit_tokens.len(), model.config.vocab_size, model.plan.tp_rank == 0);
+        self.links.group.exchange(
             |out| Self::linear(model, normed, &model.weights.head, &[], out),
             |parts| {
                 let mut logits = Vec::new();
-                if is_first {
+                if leads {
                     logits.reserve_exact(wanted * vocab);
                     for token in 0..wanted {
                         for part in parts {

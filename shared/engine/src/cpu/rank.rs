@@ -8,8 +8,8 @@ use std::sync::Arc;
 use kv::KvSlice;
 use model::rope::RopeAngles;
 use model::{ModelConfig, ShardPlan};
-use scheduler::plan::{RowOutput, RowOutputKind, StepOutput, StepPlan};
-use types::{KvLayout, PageId, SlotId, TokenId};
+use scheduler::plan::{RowOutput, RowOutputKind, StepOutput, StepPlan, StepRow};
+use types::{DpGroup, KvLayout, PageId, SlotGroups, SlotId, TokenId};
 
 use super::batch::{Batch, Limits};
 use super::forward::{Forward, RankModel, Workspace};
@@ -23,6 +23,14 @@ use crate::simd::Simd;
 use crate::vector::{Exact, Precision, ToBf16};
 use crate::{Engine, EngineError, KvListener, KvReader};
 
+/// The ways from a rank to others.
+pub(crate) struct Links {
+    /// To its attention group, over which heads are split.
+    pub(crate) group: Link,
+    /// To all ranks, over which experts are split.
+    pub(crate) world: Link,
+}
+
 /// A rank of the CPU engine.
 pub(crate) struct CpuRank {
     model: RankModel,
@@ -30,12 +38,12 @@ pub(crate) struct CpuRank {
     limits: Limits,
     compute: Precision,
     cache: KvCache,
-    link: Link,
+    links: Links,
     work: Workspace,
     batch: Batch,
-    /// The last token that each slot sampled; kept by every rank.
+    /// The last token that each slot sampled; kept by every rank of the slot's attention group.
     last_sampled: Vec<TokenId>,
-    /// Sampling state of each slot; kept by rank 0.
+    /// Sampling state of each slot; kept by the first rank of its attention group.
     samplers: Vec<Option<SlotSampler>>,
     sampler: Sampler,
     masked_tokens: Vec<Range<TokenId>>,
@@ -53,12 +61,12 @@ impl CpuRank {
         config: &ModelConfig,
         plan: ShardPlan,
         weights: PackedWeights,
-        options: &CpuOptions,
-        link: Link,
+        (options, slots): (&CpuOptions, SlotGroups),
+        links: Links,
         listener: Option<Arc<dyn KvListener>>,
     ) -> Self {
         let layout = kv_layout(config, options);
-        let slots = options.max_slots as usize;
+        let num_slots = options.max_slots as usize;
         Self {
             cache: KvCache::new(&layout, options.full_pages, options.window_pages, options.max_slots),
             layout,
@@ -66,13 +74,15 @@ impl CpuRank {
                 max_step_tokens: options.max_step_tokens as usize,
                 vocab_size: config.vocab_size,
                 window: config.window,
+                slots,
+                group: DpGroup(plan.dp_rank as u32),
             },
             compute: options.numerics.compute,
-            link,
+            links,
             work: Workspace::default(),
             batch: Batch::default(),
-            last_sampled: vec![0; slots],
-            samplers: vec![None; slots],
+            last_sampled: vec![0; num_slots],
+            samplers: vec![None; num_slots],
             sampler: Sampler::default(),
             masked_tokens: options.masked_tokens.clone(),
             listener,
@@ -94,11 +104,17 @@ impl CpuRank {
         }
     }
 
-    const fn is_first(&self) -> bool {
-        self.model.plan.rank == 0
+    /// Whether the rank samples for its attention group.
+    const fn leads(&self) -> bool {
+        self.model.plan.tp_rank == 0
     }
 
-    /// Slots and pages, before the rows.
+    fn is_own(&self, row: &StepRow) -> bool {
+        self.limits.is_own(row.slot)
+    }
+
+    /// Slots and pages, before the rows. Those of other attention groups are no concern of this rank: the same page number means another page
+    /// there.
     fn apply(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         let fail = |reason: String| EngineError::Plan { step: plan.step, reason };
         let slots = self.samplers.len();
@@ -106,19 +122,28 @@ impl CpuRank {
             let idx = slot.0 as usize;
             if idx < slots { Ok(idx) } else { Err(fail(format!("slot {idx} is beyond the engine's {slots}"))) }
         };
+        let (limits, leads) = (&self.limits, self.leads());
         for slot in &plan.unbind {
-            let slot = check(*slot)?;
-            self.cache.forget(slot);
-            self.samplers[slot] = None;
-        }
-        for binding in &plan.bind {
-            let slot = check(binding.slot)?;
-            self.cache.forget(slot);
-            if self.is_first() {
-                self.samplers[slot] = Some(SlotSampler::new(binding));
+            let idx = check(*slot)?;
+            if limits.is_own(*slot) {
+                self.cache.forget(idx);
+                self.samplers[idx] = None;
             }
         }
-        plan.pages.iter().try_for_each(|delta| self.cache.apply(delta)).map_err(fail)
+        for binding in &plan.bind {
+            let idx = check(binding.slot)?;
+            if limits.is_own(binding.slot) {
+                self.cache.forget(idx);
+                self.samplers[idx] = leads.then(|| SlotSampler::new(binding));
+            }
+        }
+        for delta in &plan.pages {
+            check(delta.slot)?;
+            if limits.is_own(delta.slot) {
+                self.cache.apply(delta).map_err(fail)?;
+            }
+        }
+        Ok(())
     }
 
     fn forward(&mut self, plan: &StepPlan) -> Result<Vec<f32>, EngineError> {
@@ -146,7 +171,7 @@ impl CpuRank {
                 Forward {
                     model,
                     cache: &mut self.cache,
-                    link: &mut self.link,
+                    links: &mut self.links,
                     work: &mut self.work,
                     batch: &self.batch,
                     stored: &stored,
@@ -162,13 +187,18 @@ impl CpuRank {
         }
     }
 
-    /// Rank 0: draws tokens and hands out logits. `logits`: `[wanted, vocabulary]`.
+    /// The leader: draws tokens and hands out logits, for the rows of its attention group. `logits`: `[wanted, vocabulary]`.
     fn outputs(&mut self, plan: &StepPlan, mut logits: Vec<f32>) -> Result<Vec<RowOutput>, EngineError> {
         let vocab = self.limits.vocab_size;
         let mut outputs = Vec::with_capacity(plan.rows.len());
-        for (row, span) in plan.rows.iter().zip(&self.batch.rows) {
-            let logits = &mut logits[span.logits.start * vocab..span.logits.end * vocab];
+        let mut spans = self.batch.rows.iter();
+        for row in &plan.rows {
             let mut output = RowOutput { slot: row.slot, sampled: None, logits: Vec::new() };
+            let Some(span) = self.limits.is_own(row.slot).then(|| spans.next()).flatten() else {
+                outputs.push(output);
+                continue;
+            };
+            let logits = &mut logits[span.logits.start * vocab..span.logits.end * vocab];
             match row.output {
                 RowOutputKind::None => {}
                 RowOutputKind::LastLogits | RowOutputKind::AllLogits => output.logits = logits.to_vec(),
@@ -202,33 +232,32 @@ impl CpuRank {
 
     /// What follows the forward pass: sampling, and sharing what was sampled.
     fn finish(&mut self, plan: &StepPlan, logits: Vec<f32>) -> Result<(), EngineError> {
-        let rows = if self.is_first() {
+        let rows = if self.leads() {
             self.outputs(plan, logits)?
         } else {
-            let empty =
-                |row: &scheduler::plan::StepRow| RowOutput { slot: row.slot, sampled: None, logits: Vec::new() };
+            let empty = |row: &StepRow| RowOutput { slot: row.slot, sampled: None, logits: Vec::new() };
             plan.rows.iter().map(empty).collect()
         };
-        if plan.rows.iter().any(|row| row.output == RowOutputKind::Sample) {
+        if plan.rows.iter().any(|row| self.is_own(row) && row.output == RowOutputKind::Sample) {
             self.share_sampled(plan, &rows)?;
         }
         self.outputs.push_back(StepOutput { step: plan.step, rows });
         Ok(())
     }
 
-    /// Tells all ranks what rank 0 sampled, so that a later step may begin with it.
+    /// Tells the ranks of the attention group what their leader sampled, so that a later step may begin with it.
     fn share_sampled(&mut self, plan: &StepPlan, outputs: &[RowOutput]) -> Result<(), EngineError> {
-        let sampling =
-            plan.rows.iter().filter(|row| row.output == RowOutputKind::Sample).map(|row| row.slot.0 as usize);
+        let Self { links, limits, last_sampled, .. } = self;
+        let samples = |row: &StepRow| limits.is_own(row.slot) && row.output == RowOutputKind::Sample;
+        let sampling = plan.rows.iter().filter(|row| samples(row)).map(|row| row.slot.0 as usize);
         let publish = |out: &mut Vec<f32>| {
             out.clear();
             // A row that failed ends its sequence; if a step behind it is planned already, that must find some token.
-            let rows = plan.rows.iter().zip(outputs).filter(|(row, _)| row.output == RowOutputKind::Sample);
+            let rows = plan.rows.iter().zip(outputs).filter(|(row, _)| samples(row));
             let tokens = rows.map(|(_, output)| output.sampled.as_ref().map_or(0, |sampled| sampled.token));
             out.extend(tokens.map(f32::from_bits));
         };
-        let last_sampled = &mut self.last_sampled;
-        self.link.exchange(publish, |parts| {
+        links.group.exchange(publish, |parts| {
             for (slot, token) in sampling.zip(parts[0]) {
                 last_sampled[slot] = token.to_bits();
             }
@@ -238,7 +267,8 @@ impl CpuRank {
 
 impl Engine for CpuRank {
     /// Computes the step. With masked rows it samples no sooner than the step is collected or another one launched: the masks may depend on
-    /// tokens of the step before, which can be collected meanwhile. That holds on all ranks alike, so that they meet in the same exchange.
+    /// tokens of the step before, which can be collected meanwhile. That holds on all ranks of an attention group alike, so that they meet in
+    /// the same exchange.
     fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
         self.sample_late()?;
         self.apply(plan)?;
@@ -246,7 +276,7 @@ impl Engine for CpuRank {
         batch.fill(plan, &self.last_sampled, &self.cache, &self.limits)?;
         self.batch = batch;
         let logits = self.forward(plan)?;
-        if plan.rows.iter().any(|row| row.mask.is_some()) {
+        if plan.rows.iter().any(|row| self.is_own(row) && row.mask.is_some()) {
             self.unsampled = Some((plan.clone(), logits));
             return Ok(());
         }

@@ -43,7 +43,7 @@ pub(crate) fn choose(logits: &[f32], weights: Precision, picks: &mut [Pick]) {
     picks.sort_unstable_by_key(|pick| pick.expert);
 }
 
-/// All (token, pick) pairs of a step, sorted by expert, then token. Each rank computes the whole of it: that is how it knows where another rank
+/// All (token, pick) pairs of a step, sorted by expert, then token. Each rank knows the whole of it: that is how it knows where another rank
 /// put a row.
 #[derive(Debug, Default)]
 pub(crate) struct Routes {

@@ -1,6 +1,7 @@
 use std::time::{Duration, Instant};
 
-use types::KvDtype;
+use scheduler::plan::{RowOutput, RowOutputKind, RowTokens, StepRow};
+use types::{KvDtype, SlotId};
 
 use super::*;
 use crate::link::{Exchange, Link};
@@ -143,4 +144,54 @@ fn a_wrong_slice_is_refused_and_the_group_lives_on() {
     assert_eq!(right, [vec![9; layout().head_bytes()]]);
     let write = KvWrite { slice: slice(0), page: PageId(9), bytes: right[0].clone() };
     group.import_kv(3, vec![write]).expect("the slice is there");
+}
+
+/// A rank of two attention groups of two ranks: slots 0 and 1 are the first group's.
+struct Half {
+    rank: u32,
+    plan: Option<Arc<StepPlan>>,
+}
+
+impl Engine for Half {
+    fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
+        self.plan = Some(plan.clone());
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        let plan = self.plan.take().expect("a step was launched");
+        let rows = plan.rows.iter().map(|row| {
+            // Every rank has something to say, but only two of them are asked.
+            let logits = if row.slot.0 / 2 == self.rank / 2 { vec![self.rank as f32] } else { Vec::new() };
+            RowOutput { slot: row.slot, sampled: None, logits }
+        });
+        Ok(StepOutput { step: plan.step, rows: rows.collect() })
+    }
+
+    fn export_kv(&self, _: &KvSlice, _: PageId, _: &mut [u8]) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn import_kv(&mut self, _: &KvSlice, _: PageId, _: &[u8]) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn each_row_comes_from_the_first_rank_of_its_attention_group() {
+    let layout = KvLayout { tp: 2, ..layout() };
+    let construct = |rank| Ok(Half { rank, plan: None });
+    let group = EngineGroup::start("test", 4, layout, Arc::new(Fault::new(4)), construct).expect("nothing fails");
+    let row = |slot| StepRow {
+        slot: SlotId(slot),
+        position: 0,
+        tokens: RowTokens::LastSampled,
+        output: RowOutputKind::LastLogits,
+        publish_kv: false,
+        mask: None,
+    };
+    group.launch(Arc::new(StepPlan { rows: [2, 0, 3, 1].map(row).into(), ..StepPlan::default() })).expect("all run");
+    let output = group.collect().expect("all run");
+    let rows: Vec<_> = output.rows.into_iter().map(|row| (row.slot.0, row.logits)).collect();
+    assert_eq!(rows, [(2, vec![2.0]), (0, vec![0.0]), (3, vec![2.0]), (1, vec![0.0])]);
 }

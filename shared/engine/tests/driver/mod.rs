@@ -11,7 +11,7 @@ use engine::group::{EngineGroup, KvWrite};
 use kv::KvSlice;
 use model::Checkpoint;
 use scheduler::plan::StepOutput;
-use types::{KvDtype, KvLayout, PageGroup, ParallelLayout};
+use types::{KvDtype, PageGroup, ParallelLayout, SlotGroups, SlotId};
 
 /// The library's, whose steps succeed.
 pub(crate) struct Driver(engine::driver::Driver);
@@ -30,7 +30,7 @@ impl DerefMut for Driver {
     }
 }
 
-/// f32 throughout, pages of 16 positions, room for 48 sequences and 32,000 positions.
+/// f32 throughout, pages of 16 positions, room for 48 sequences and 32,000 positions in each attention group.
 pub(crate) fn options(layout: ParallelLayout) -> CpuOptions {
     CpuOptions {
         layout,
@@ -51,12 +51,23 @@ impl Driver {
     pub(crate) fn new(options: CpuOptions) -> Self {
         let checkpoint = Arc::new(Checkpoint::embedded_nano());
         let pages = [options.full_pages, options.window_pages];
+        let slots = SlotGroups::new(options.max_slots, options.layout.dp).expect("the slots divide");
         let group = build_group(checkpoint, options, None, Arc::new(|_| {})).expect("nano runs in this layout");
-        Self::over(group, pages)
+        Self::over_groups(group, pages, slots)
     }
 
     pub(crate) fn over(group: EngineGroup, pages: [u32; 2]) -> Self {
         Self(engine::driver::Driver::over(group, pages))
+    }
+
+    fn over_groups(group: EngineGroup, pages: [u32; 2], slots: SlotGroups) -> Self {
+        Self(engine::driver::Driver::over_groups(group, pages, slots))
+    }
+
+    /// A slot for each sequence number, such that neighbours are in different attention groups, and number 0 is not in the first.
+    pub(crate) fn spread(&self, number: u32) -> u32 {
+        let (dp, per_group) = (self.slots.dp(), self.slots.per_group());
+        (number + 1) % dp * per_group + number / dp
     }
 
     /// Gives a sequence pages up to position `end`.
@@ -79,7 +90,7 @@ impl Driver {
 pub(crate) fn copy_kv(from: &Driver, to: &Driver, slot: u32) {
     let layouts = [from.group.kv_layout(), to.group.kv_layout()];
     let (source, target) = (&from.sequences[&slot], &to.sequences[&slot]);
-    let rank_of = |layout: &KvLayout, head: u32| head / (layout.kv_heads / layout.tp);
+    let group_of = |driver: &Driver| driver.slots.of(SlotId(slot));
     for (group, source, target) in
         [(PageGroup::Full, &source.full, &target.full), (PageGroup::Window, &source.window, &target.window)]
     {
@@ -87,11 +98,13 @@ pub(crate) fn copy_kv(from: &Driver, to: &Driver, slot: u32) {
             for head_start in 0..layouts[0].kv_heads {
                 for page in 0..source.len().min(target.len()) {
                     let slice = KvSlice { group, layer, page: page as u32, head_start, head_count: 1 };
-                    let read = from.group.export_kv(rank_of(layouts[0], head_start), vec![(slice, source[page])]);
+                    let read = from
+                        .group
+                        .export_kv(layouts[0].rank_of(group_of(from), head_start), vec![(slice, source[page])]);
                     let bytes = read.expect("the slice is on this rank").remove(0);
                     let write = KvWrite { slice, page: target[page], bytes };
                     to.group
-                        .import_kv(rank_of(layouts[1], head_start), vec![write])
+                        .import_kv(layouts[1].rank_of(group_of(to), head_start), vec![write])
                         .expect("the slice is on this rank");
                 }
             }

@@ -212,17 +212,22 @@ fn prefill_config(name: &str, driver: Driver) -> prefill::Config {
     }
 }
 
+/// One of the workers has two attention groups, with slots and pages of their own.
 fn decode_config(name: &str, driver: Driver) -> decode::Config {
+    let (layout, full_pages) = match name {
+        "decode-1" => (ParallelLayout { tp: 1, ep: 2, dp: 2 }, 32),
+        _ => (ParallelLayout { tp: 2, ep: 2, dp: 1 }, 48),
+    };
     decode::Config {
         name: name.into(),
         listen: Address::new(name, 9200),
         admin_listen: Address::new(name, 9201),
         kv_listen: Address::new(name, 9202),
-        layout: ParallelLayout { tp: 2, ep: 2, dp: 1 },
+        layout,
         max_context_tokens: 512,
         max_sequences: 4,
         growth_tokens: 8,
-        full_pages: Some(48),
+        full_pages: Some(full_pages),
         ticket_ttl_ms: 5_000,
         driver,
         ..decode::Config::default()

@@ -40,6 +40,8 @@ pub(crate) struct Degrees {
     pub(crate) prefill_tp: Option<u32>,
     /// `--decode-tp`.
     pub(crate) decode_tp: Option<u32>,
+    /// `--decode-dp`.
+    pub(crate) decode_dp: Option<u32>,
     /// `--decode-ep`.
     pub(crate) decode_ep: Option<u32>,
 }
@@ -52,7 +54,8 @@ impl Degrees {
     /// The layouts of prefill and decode, from these and from defaults.
     fn layouts(self, prefill_tp: u32, decode_tp: u32) -> (ParallelLayout, ParallelLayout) {
         let tp = self.decode_tp.unwrap_or(decode_tp);
-        let decode = ParallelLayout { tp, ep: self.decode_ep.unwrap_or(tp), dp: 1 };
+        let dp = self.decode_dp.unwrap_or(1);
+        let decode = ParallelLayout { tp, ep: self.decode_ep.unwrap_or(tp.saturating_mul(dp)), dp };
         (ParallelLayout::tp(self.prefill_tp.unwrap_or(prefill_tp)), decode)
     }
 }
@@ -264,11 +267,13 @@ mod tests {
             assert_eq!(Fleet::on_gpus(gpus, none).unwrap().to_string(), text);
         }
         assert_eq!(Fleet::on_cpu(none).to_string(), "prefill TP2, decode EP4 DP1 TP4");
+        let degrees = Degrees { decode_tp: Some(1), decode_dp: Some(2), ..none };
+        assert_eq!(Fleet::on_cpu(degrees).to_string(), "prefill TP2, decode EP2 DP2 TP1");
     }
 
     #[test]
     fn degrees_that_are_given_win_and_share_gpus_only_if_they_must() {
-        let degrees = Degrees { prefill_tp: Some(2), decode_tp: Some(2), decode_ep: None };
+        let degrees = Degrees { prefill_tp: Some(2), decode_tp: Some(2), ..Degrees::default() };
         assert_eq!(devices(&Fleet::on_gpus(2, degrees).unwrap()), [[0, 1], [0, 1]]);
         assert_eq!(devices(&Fleet::on_gpus(4, degrees).unwrap()), [[0, 1], [2, 3]]);
         let error = Fleet::on_gpus(1, degrees).unwrap_err().to_string();

@@ -46,7 +46,10 @@ pub(crate) struct PlacementArgs {
     /// Tensor parallelism of decode [default: by the number of GPUs; 4 on the CPU].
     #[arg(long)]
     decode_tp: Option<u32>,
-    /// Ways in which decode splits the experts [default: as --decode-tp].
+    /// Data parallelism of decode's attention, on the CPU so far: so many groups of --decode-tp ranks have sequences of their own [default: 1].
+    #[arg(long)]
+    decode_dp: Option<u32>,
+    /// Ways in which decode splits the experts [default: over all ranks, --decode-tp x --decode-dp].
     #[arg(long)]
     decode_ep: Option<u32>,
     /// Longest context in tokens, prompt and answer together [default: on GPUs the model's longest, or 32768 where workers share them; 8192 on
@@ -76,7 +79,12 @@ impl PlacementArgs {
     pub(crate) fn place(&self, model: Option<&Path>) -> anyhow::Result<Placement> {
         let model = self.model(model)?;
         let gpus = self.gpus(&model)?;
-        let degrees = Degrees { prefill_tp: self.prefill_tp, decode_tp: self.decode_tp, decode_ep: self.decode_ep };
+        let degrees = Degrees {
+            prefill_tp: self.prefill_tp,
+            decode_tp: self.decode_tp,
+            decode_dp: self.decode_dp,
+            decode_ep: self.decode_ep,
+        };
         let fleet = match (&self.layout, gpus) {
             (Some(file), gpus) => Fleet::read(file, gpus, degrees)?,
             (None, 0) => Fleet::on_cpu(degrees),

@@ -91,6 +91,11 @@ impl Validate for Config {
         validate_layout(self.layout, problems);
         validate_memory_share(self.gpu_memory_share, problems);
         problems.check(self.layout.ep == 1, "layout.ep", "must be 1: prefill splits every expert over all ranks");
+        problems.check(
+            self.layout.dp == 1,
+            "layout.dp",
+            "must be 1: prefill computes one prompt at a time, on all ranks",
+        );
         problems.range("page_tokens", self.page_tokens, 1..=1_024);
         problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
         problems.range("chunk_tokens", self.chunk_tokens, 1..=1 << 16);

@@ -44,6 +44,8 @@ engine needs; workers on one GPU share its memory. */}}
 {{- if eq $process.role "prefill" -}}
 {{- $_ := set $config "chunk_tokens" (ternary 2048 8192 $isShared) -}}
 {{- $_ := set $config "transfer" (dict "in_flight_bytes_max" 1073741824) -}}
+{{- else -}}
+{{- $_ := set $config "max_sequences" (ternary 32 128 $isShared) -}}
 {{- end -}}
 {{- end -}}
 {{- if eq $process.role "decode" -}}

@@ -13,6 +13,8 @@ const SHARED_CHUNK_TOKENS: u32 = 2_048;
 /// KV of the largest chunk of gpt-oss-120b, rounded up.
 const IN_FLIGHT_BYTES: u32 = 1 << 30;
 const MAX_SEQUENCES: u32 = 128;
+/// On a GPU that is shared, where window pages of 128 sequences would leave gpt-oss-120b no room for a long one.
+const SHARED_MAX_SEQUENCES: u32 = 32;
 const MAX_QUEUED: u32 = 512;
 
 /// The config file of one service.
@@ -63,14 +65,18 @@ fn settings(options: &StackOptions, plan: &WorkerPlan, config: &mut Map<String, 
         config.insert("numerics".into(), json!({"compute": "bf16", "routing": "bf16", "kv": "bf16"}));
         config.insert("page_tokens".into(), 64.into());
         config.insert("gpu_memory_share".into(), json!(options.fleet.memory_share(plan)));
+        let is_shared = options.fleet.shares_gpus(plan);
         match plan.role {
             Role::Prefill => {
-                let chunk = if options.fleet.shares_gpus(plan) { SHARED_CHUNK_TOKENS } else { CHUNK_TOKENS };
+                let chunk = if is_shared { SHARED_CHUNK_TOKENS } else { CHUNK_TOKENS };
                 config.insert("chunk_tokens".into(), chunk.into());
                 config.insert("max_queued".into(), MAX_QUEUED.into());
                 config.insert("transfer".into(), json!({"in_flight_bytes_max": IN_FLIGHT_BYTES}));
             }
-            Role::Decode => drop(config.insert("max_sequences".into(), MAX_SEQUENCES.into())),
+            Role::Decode => {
+                let most = if is_shared { SHARED_MAX_SEQUENCES } else { MAX_SEQUENCES };
+                config.insert("max_sequences".into(), most.into());
+            }
         }
     }
     merge(config, &plan.config);

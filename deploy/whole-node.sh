@@ -98,6 +98,27 @@ sum() {
 workers() { python3 -c 'import json, sys
 print(*[name for name in json.load(open(sys.argv[1]))["workers"] if name.startswith(sys.argv[2])])' "$work/ready.json" "$1"; }
 
+# transfers FILE...: what workers' metrics say of the data path between devices, if there is one.
+transfers() {
+    python3 - "$@" <<'PY'
+import re, sys
+print("| worker | pair or stage | GB/s |\n|---|---|---|")
+for file in sys.argv[1:]:
+    worker, sums = re.sub(r".*-((?:prefill|decode)(?:-\d+)?)\.metrics", r"\1", file), {}
+    for line in open(file):
+        found = re.match(r"damask_transfer_(pair_bytes_per_second|stage_bytes|stage_seconds)(?:_total)?\{(.*)\} (\S+)", line)
+        if found:
+            what, labels, value = found[1], found[2].replace('"', ""), float(found[3])
+            if what == "pair_bytes_per_second":
+                print(f"| {worker} | {labels} | {value / 1e9:.0f} |")
+            else:
+                sums.setdefault(labels, {})[what] = value
+    for labels, value in sorted(sums.items()):
+        if value.get("stage_seconds"):
+            print(f"| {worker} | {labels} | {value.get('stage_bytes', 0) / value['stage_seconds'] / 1e9:.0f} |")
+PY
+}
+
 # kill_under_load WORKER NAME: requests run while a worker is killed; none may fail. How long until requests are served as before?
 kill_under_load() {
     local worker=$1 begin pid
@@ -132,9 +153,14 @@ measure() {
     before=$(sum damask_transfer_bytes_total $(workers prefill))
     bench --concurrency "$clients" --input-tokens "$load_input" --output-tokens "$load_output" --rounds "$load_rounds" --json "$out/$name-load.json"
     after=$(sum damask_transfer_bytes_total $(workers prefill))
-    python3 -c "print(f'\nKV sent meanwhile: {($after - $before) / 1e9:.2f} GB')"
-    local worker
-    for worker in prefill decode; do get "http://$(field admin $worker)/metrics" >"$out/$name-$worker.metrics"; done
+    printf '\n### KV transfer\n\n'
+    python3 -c "print(f'Sent during the last table: {($after - $before) / 1e9:.2f} GB.\n')"
+    local worker files=()
+    for worker in $(workers prefill) $(workers decode); do
+        get "http://$(field admin "$worker")/metrics" >"$out/$name-$worker.metrics"
+        files+=("$out/$name-$worker.metrics")
+    done
+    transfers "${files[@]}"
     printf '\n### Kills under load\n\n| what | requests | recovery |\n|---|---|---|\n'
     for worker in prefill decode; do kill_under_load $worker "$name"; done
     stop

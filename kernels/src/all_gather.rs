@@ -31,6 +31,7 @@ struct Args {
     flags: [u64; MAX_RANKS],
     epochs: DevicePtrMut<u32>,
     host: DevicePtrMut<u32>,
+    failed: DevicePtrMut<u32>,
     rank: i32,
     ranks: i32,
     rows: i32,
@@ -41,7 +42,7 @@ struct Args {
     padding: i32,
 }
 
-const _: () = assert!(size_of::<Args>() == 184);
+const _: () = assert!(size_of::<Args>() == 192);
 // SAFETY: the layout of `AllGatherArgs` in all_gather.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -58,6 +59,7 @@ impl AllGather<'_> {
         }
         args.epochs = stream.output(&mut group.gather_epochs.view_mut());
         args.host = group.host_words();
+        args.failed = stream.output(&mut group.failed.view_mut());
         launch(&args, kernels, stream)
     }
 
@@ -100,6 +102,7 @@ impl AllGather<'_> {
             flags: [0; MAX_RANKS],
             epochs: DevicePtrMut::NULL,
             host: DevicePtrMut::NULL,
+            failed: DevicePtrMut::NULL,
             rank: int(rank),
             ranks: int(gathered.len()),
             rows: int(rows),

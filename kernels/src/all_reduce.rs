@@ -70,6 +70,7 @@ struct Args {
     flags: [u64; MAX_RANKS],
     epochs: DevicePtrMut<u32>,
     host: DevicePtrMut<u32>,
+    failed: DevicePtrMut<u32>,
     values: DevicePtr<bf16>,
     y: DevicePtr<bf16>,
     weight: DevicePtr<f32>,
@@ -87,7 +88,7 @@ struct Args {
     padding: i32,
 }
 
-const _: () = assert!(size_of::<Args>() == 232);
+const _: () = assert!(size_of::<Args>() == 240);
 // SAFETY: the layout of `AllReduceArgs` in all_reduce.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -193,6 +194,7 @@ impl Args {
             flags,
             epochs: stream.output(&mut epochs.view_mut()),
             host: group.host_words(),
+            failed: stream.output(&mut group.failed.view_mut()),
             values: DevicePtr::NULL,
             y: DevicePtr::NULL,
             weight: DevicePtr::NULL,

@@ -128,6 +128,8 @@ pub struct PeerGroup {
     pub(crate) packet_epochs: DeviceBuffer<u32>,
     pub(crate) bulk_epochs: DeviceBuffer<u32>,
     pub(crate) gather_epochs: DeviceBuffer<u32>,
+    /// Whether a kernel of this rank stopped waiting.
+    pub(crate) failed: DeviceBuffer<u32>,
     stream: Stream,
     alarm: Alarm,
     _own: Mailbox,
@@ -167,6 +169,7 @@ impl PeerGroup {
             packet_epochs: stream.zeros(sizes.packet_tokens)?,
             bulk_epochs: stream.zeros(sizes.bulk_tokens)?,
             gather_epochs: stream.zeros(GATHER_BLOCKS)?,
+            failed: stream.zeros(1)?,
             stream: stream.clone(),
             alarm,
             _own: own,

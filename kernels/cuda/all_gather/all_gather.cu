@@ -17,7 +17,8 @@ struct AllGatherArgs {
     float* outs[MAX_RANKS];
     uint32_t* flags[MAX_RANKS];  // [2 kinds][ranks][blocks], of each rank; null without flags
     uint32_t* epochs;            // [blocks]
-    uint32_t* host;              // see Patience
+    uint32_t* host;              // see Patience, as `failed`
+    uint32_t* failed;
     int32_t rank;
     int32_t ranks;
     int32_t rows;
@@ -27,7 +28,7 @@ struct AllGatherArgs {
     uint32_t limit_ms;
     int32_t padding;
 };
-static_assert(sizeof(AllGatherArgs) == 184);
+static_assert(sizeof(AllGatherArgs) == 192);
 
 namespace {
 
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(512) all_gather(const __grid_consta
     ptx::launch_dependents();
     const bool meets = args.flags[0] != nullptr;
     const uint32_t epoch = meets ? args.epochs[blockIdx.x] + 1 : 0;
-    ptx::Patience patience(args.host, args.limit_ms);
+    ptx::Patience patience(args.host, args.failed, args.limit_ms);
     if (meets) meet(args, 0, epoch, patience);
     const int width = args.cols / 4;
     const int64_t count = static_cast<int64_t>(args.rows) * width;

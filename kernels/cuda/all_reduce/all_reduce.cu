@@ -31,7 +31,8 @@ struct AllReduceArgs {
     uint64_t* inboxes[MAX_RANKS];  // of each rank; bulk: bf16 under another name
     uint32_t* flags[MAX_RANKS];    // bulk: [2 turns][ranks][tokens], of each rank
     uint32_t* epochs;              // [tokens]
-    uint32_t* host;                // see Patience
+    uint32_t* host;                // see Patience, as `failed`
+    uint32_t* failed;
     const __nv_bfloat16* values;   // null: the weighted sum
     const __nv_bfloat16* y;
     const float* weight;
@@ -48,7 +49,7 @@ struct AllReduceArgs {
     uint32_t limit_ms;
     int32_t padding;
 };
-static_assert(sizeof(AllReduceArgs) == 232);
+static_assert(sizeof(AllReduceArgs) == 240);
 
 namespace {
 
@@ -157,7 +158,7 @@ __device__ void packets(const AllReduceArgs& args) {
     uint32_t missing = used ? ((1u << RANKS) - 1) & ~(1u << args.rank) : 0;
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) parts[r] = r == args.rank ? own : make_uint4(0, 0, 0, 0);
-    ptx::Patience patience(args.host, args.limit_ms);
+    ptx::Patience patience(args.host, args.failed, args.limit_ms);
     const uint64_t* inbox = args.inboxes[args.rank] + turn * step + place;
     while (missing != 0) {
 #pragma unroll
@@ -199,7 +200,7 @@ __device__ void bulk(const AllReduceArgs& args) {
 
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
-    ptx::Patience patience(args.host, args.limit_ms);
+    ptx::Patience patience(args.host, args.failed, args.limit_ms);
     bool gave_up = false;
     for (int push = blockIdx.x; push - AHEAD * static_cast<int>(gridDim.x) < args.tokens; push += gridDim.x) {
         if (push < args.tokens) {

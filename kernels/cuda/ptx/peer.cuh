@@ -45,25 +45,37 @@ constexpr int STOP = 0;     // the host: a rank is gone, nobody waits any more
 constexpr int GAVE_UP = 1;  // a kernel: one of us waited in vain
 
 // How long to go on waiting for another device.
+//
+// Host memory is far away, and thousands of threads wait at once: it is looked at after 2 ms, and again every 2 ms.
 class Patience {
    public:
-    __device__ __forceinline__ Patience(uint32_t* words, uint32_t limit_ms) : words_(words), limit_ms_(limit_ms) {}
+    // `failed` lies on this device: once one has given up, later kernels do so at once.
+    __device__ __forceinline__ Patience(uint32_t* host, uint32_t* failed, uint32_t limit_ms)
+        : host_(host), failed_(failed), limit_ms_(limit_ms) {}
 
-    // Whether to stop: asked each time that what is waited for was not there. Looks at clock and host words now and then only.
+    // Whether to stop: asked each time that what is waited for was not there.
     __device__ __forceinline__ bool is_over() {
         if (++asked_ % ASKED_OFTEN != 0) return false;
         const uint64_t now = nanoseconds();
-        if (asked_ == ASKED_OFTEN) begin_ = now;
-        const bool late = now - begin_ > limit_ms_ * 1000000ull;
-        if (!late && load_system(words_ + STOP) == 0 && load_system(words_ + GAVE_UP) == 0) return false;
-        store_system(words_ + GAVE_UP, 1);
+        if (asked_ == ASKED_OFTEN) {
+            begin_ = now, look_ms_ = LOOK_MS;
+            return load_system(failed_) != 0;
+        }
+        const uint64_t waited_ms = (now - begin_) / 1000000;
+        if (waited_ms < look_ms_) return false;
+        look_ms_ = waited_ms + LOOK_MS;
+        if (waited_ms < limit_ms_ && load_system(host_ + STOP) == 0 && load_system(host_ + GAVE_UP) == 0) return false;
+        store_system(failed_, 1);
+        store_system(host_ + GAVE_UP, 1);
         return true;
     }
 
    private:
-    static constexpr uint32_t ASKED_OFTEN = 512;
-    uint32_t* words_;
+    static constexpr uint32_t ASKED_OFTEN = 256, LOOK_MS = 2;
+    uint32_t* host_;
+    uint32_t* failed_;
     uint64_t begin_ = 0;
+    uint64_t look_ms_ = 0;
     uint32_t limit_ms_;
     uint32_t asked_ = 0;
 };

@@ -4,6 +4,7 @@ use std::fmt;
 
 use engine::cuda;
 use serde::{Deserialize, Serialize};
+use types::ParallelLayout;
 
 use crate::config::{EngineConfig, Rounding};
 use crate::error::WorkerError;
@@ -62,15 +63,21 @@ fn obstacle(config: &EngineConfig) -> Option<String> {
     if !config.page_tokens.is_multiple_of(32) {
         return Some(format!("page_tokens is {}, it takes multiples of 32", config.page_tokens));
     }
-    if config.layout.ranks() != 1 {
-        return Some(format!("layout is {}, it runs on one gpu so far", config.layout));
+    match cuda::available() {
+        Ok(gpus) => too_few_gpus(config.layout, gpus),
+        Err(error) => Some(error.to_string()),
     }
-    cuda::available().err().map(|error| error.to_string())
+}
+
+/// Each rank has a GPU of its own.
+fn too_few_gpus(layout: ParallelLayout, gpus: u32) -> Option<String> {
+    let ranks = layout.ranks();
+    (ranks > gpus).then(|| format!("layout is {layout}, which takes {ranks} gpus, and this process sees {gpus}"))
 }
 
 #[cfg(test)]
 mod tests {
-    use types::{ParallelLayout, Role};
+    use types::Role;
 
     use super::*;
     use crate::config::NumericsConfig;
@@ -99,10 +106,12 @@ mod tests {
 
     #[test]
     fn what_a_gpu_cannot_do_is_named_or_left_to_the_cpu() {
+        let reason = too_few_gpus(ParallelLayout::tp(4), 2).unwrap();
+        assert_eq!(reason, "layout is EP1 DP1 TP4, which takes 4 gpus, and this process sees 2");
+        assert_eq!(too_few_gpus(ParallelLayout::tp(4), 4), None);
         let cases = [
             (config(Rounding::F32, 64, 1), "numerics.compute"),
             (config(Rounding::Bf16, 16, 1), "page_tokens is 16"),
-            (config(Rounding::Bf16, 64, 2), "layout is"),
         ];
         for (config, reason) in cases {
             assert_eq!(Backend::Auto.choose(&config, false).unwrap(), Backend::Cpu);

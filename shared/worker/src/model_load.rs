@@ -216,7 +216,7 @@ impl OpenModel {
             max_context_tokens: config.max_context_tokens,
             publish_layers: None,
             masked_tokens: self.masked_tokens.clone(),
-            devices: vec![0],
+            devices: (0..config.layout.ranks()).collect(),
         }
     }
 

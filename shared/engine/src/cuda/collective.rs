@@ -19,7 +19,7 @@ use crate::fault::Fault;
 use crate::link::{Exchange, Link};
 
 /// Tokens up to which an exchange is made of packets (docs/results/all-reduce-h200-x2.md).
-const PACKET_TOKENS: usize = 128;
+const PACKET_TOKENS: usize = 32;
 /// Bytes of a rank's memory for exchanges in bulk; larger ones are cut.
 const BULK_BYTES: usize = 256 << 20;
 

@@ -109,10 +109,8 @@ mod tests {
         let reason = too_few_gpus(ParallelLayout::tp(4), 2).unwrap();
         assert_eq!(reason, "layout is EP1 DP1 TP4, which takes 4 gpus, and this process sees 2");
         assert_eq!(too_few_gpus(ParallelLayout::tp(4), 4), None);
-        let cases = [
-            (config(Rounding::F32, 64, 1), "numerics.compute"),
-            (config(Rounding::Bf16, 16, 1), "page_tokens is 16"),
-        ];
+        let cases =
+            [(config(Rounding::F32, 64, 1), "numerics.compute"), (config(Rounding::Bf16, 16, 1), "page_tokens is 16")];
         for (config, reason) in cases {
             assert_eq!(Backend::Auto.choose(&config, false).unwrap(), Backend::Cpu);
             let error = Backend::Cuda.choose(&config, false).unwrap_err().to_string();

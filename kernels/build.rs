@@ -59,28 +59,50 @@ fn sources(root: &Path) -> Result<Vec<PathBuf>> {
     Ok(sources)
 }
 
-/// Two at a time: each nvcc takes a second or a few, on one core.
+/// Fatbins of all sources, in their order. Those that are older than a file they were made of are compiled, two at a time: each nvcc
+/// takes a second or a few, on one core.
 fn compile(nvcc: &Path, sources: &[PathBuf], out_dir: &Path) -> Result<Vec<PathBuf>> {
-    let mut fatbins = Vec::new();
-    for batch in sources.chunks(2) {
+    let of = |source: &PathBuf| out_dir.join(source.file_name().unwrap_or_default()).with_extension("fatbin");
+    let fatbins: Vec<PathBuf> = sources.iter().map(of).collect();
+    let outdated: Vec<_> = sources.iter().zip(&fatbins).filter(|(_, fatbin)| !is_current(nvcc, fatbin)).collect();
+    for batch in outdated.chunks(2) {
         let mut running = Vec::new();
-        for source in batch {
-            let fatbin = out_dir.join(source.file_name().unwrap_or_default()).with_extension("fatbin");
+        for (source, fatbin) in batch {
+            // Under its own name only when whole: an interrupted build leaves no fatbin that looks current.
+            let unfinished = fatbin.with_extension("unfinished");
             let child = Command::new(nvcc)
-                .args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", ARCHITECTURE, "-Icuda", "-o"])
-                .arg(&fatbin)
+                .args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", ARCHITECTURE, "-Icuda", "-MMD", "-MF"])
+                .arg(dependencies(fatbin))
+                .arg("-o")
+                .arg(&unfinished)
                 .arg(source)
                 .spawn()
                 .with_context(|| format!("{} does not start", nvcc.display()))?;
-            running.push((source, child));
-            fatbins.push(fatbin);
+            running.push((source, fatbin, unfinished, child));
         }
-        for (source, mut child) in running {
+        for (source, fatbin, unfinished, mut child) in running {
             let status = child.wait()?;
             if !status.success() {
                 bail!("nvcc fails on {}: {status}", source.display());
             }
+            std::fs::rename(unfinished, fatbin)?;
         }
     }
     Ok(fatbins)
+}
+
+/// Where nvcc lists the files that a fatbin was made of.
+fn dependencies(fatbin: &Path) -> PathBuf {
+    fatbin.with_extension("d")
+}
+
+/// Whether a fatbin is newer than its sources, the compiler and this program.
+fn is_current(nvcc: &Path, fatbin: &Path) -> bool {
+    let changed = |path: &Path| std::fs::metadata(path).and_then(|file| file.modified());
+    let Ok(listed) = std::fs::read_to_string(dependencies(fatbin)) else { return false };
+    // `target : file \ file ..`, as for make.
+    let Some((_, files)) = listed.split_once(" : ") else { return false };
+    let sources = files.split_whitespace().filter(|word| *word != "\\").map(Path::new);
+    let Ok(made) = changed(fatbin) else { return false };
+    sources.chain([Path::new("build.rs"), nvcc]).all(|source| changed(source).is_ok_and(|at| at < made))
 }

@@ -11,7 +11,8 @@ namespace ptx {
 // before its first dependent read and before its first write, so completion is transitive along a stream.
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel of the stream start its prologue on free multiprocessors.
+// Lets the next kernel of the stream start its prologue where there is room. Executed first of all, except by kernels whose successor
+// relies on what they wait for: several kernels may then be under way, and each still begins its work when the one before has ended.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // --- shared-memory addresses and barriers ------------------------------------------------------------------------------
@@ -92,6 +93,20 @@ __device__ __forceinline__ uint64_t read_cluster(const uint64_t* local, uint32_t
     return value;
 }
 
+// Writes to block `rank` of the cluster; adds there, returning what was there before.
+__device__ __forceinline__ void write_cluster(uint64_t* local, uint32_t rank, uint64_t value) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t add_cluster(uint32_t* local, uint32_t rank, uint32_t value) {
+    uint32_t address, before;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
+    asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
+    return before;
+}
+
 // --- copies ------------------------------------------------------------------------------------------------------------
 
 // Contiguous copy by the copy engine; address, destination and size are multiples of 16. Weights pass once: evict first.
@@ -104,7 +119,7 @@ __device__ __forceinline__ void bulk_copy_once(void* shared, const void* global,
         : "memory");
 }
 
-// The same for what other blocks will read too.
+// As bulk_copy_once, for what other blocks will read too.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(shared)),
@@ -128,6 +143,21 @@ __device__ __forceinline__ void prefetch_l2(const void* global) {
 
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Four floats that other multiprocessors see, or write, in no order with anything else.
+__device__ __forceinline__ void store_relaxed(float4* global, const float4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ float4 load_relaxed(const float4* global) {
+    float4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(global)
+                 : "memory");
+    return v;
 }
 
 // --- matrix fragments, one warp ----------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
 //   rank    e = (greatest logit - logit) / temperature in units of 28 / 2^30: 30 bits; equal ranks: the lower id first
 //   weight  2^40 exp(-e) of the rank, rounded down; zero from e = 27.7 on
 // Top-k, top-p and the draw under them look for the token at which a running sum over the order of ranks reaches a target: three
-// histogram passes of 10 bits each. Without top-k and top-p the running sum follows the ids, in one pass.
+// histogram passes of 10 bits each. Where top-k or top-p leaves few tokens, one pass finds them, and block 0 sorts them and goes on
+// alone. Without top-k and top-p the running sum follows the ids, in one pass.
 //
 // A row whose logits hold a NaN, or of which nothing is allowed, reports it in `status`; its token is 0.
 // Shared memory: a slice of logits (100 KB for 201088 tokens) and a histogram of 12 KB.
@@ -62,12 +63,15 @@ constexpr uint32_t NEVER = ~0u;                                 // rank of a tok
 
 // Shared memory has no native 64-bit addition, so weights are counted in pieces of 14 bits, which a slice cannot overflow.
 constexpr int PIECES = 3, PIECE_BITS = 14;
+constexpr int MAX_LISTED = BINS;                                // tokens that block 0 sorts
 
 struct Shared {
     union {
         uint32_t pieces[PIECES][BINS];
         uint64_t histogram[BINS];
+        uint64_t list[MAX_LISTED];
     };
+    uint32_t listed;
     uint64_t slot[2];        // this block's part of a cluster-wide reduction, by turns
     uint64_t warp[WARPS];
     uint64_t found[2];
@@ -217,11 +221,14 @@ class Row {
         __syncthreads();
         const uint64_t u = philox::uniform_bits(params.seed, params.choice, params.output_idx, 0);
         const bool by_rank = params.top_p < 1.0f || (params.top_k > 0 && params.top_k < static_cast<uint32_t>(args_.vocab));
+        if (by_rank) {
+            const int token = draw_from_few(params, u);
+            if (token >= 0) return token;
+        }
         uint64_t bound = EVERYTHING - 1;  // of what is kept
         if (params.top_k > 0 && by_rank) bound = select<false>(bound, params.top_k);
         if (params.top_p < 1.0f) {
-            const double wanted = static_cast<double>(params.top_p) * static_cast<double>(mass(bound));
-            bound = min(bound, select<true>(bound, max(static_cast<uint64_t>(ceil(wanted)), static_cast<uint64_t>(1))));
+            bound = min(bound, select<true>(bound, nucleus(params, mass(bound))));
         }
         if (params.min_p > 0.0f) {
             const float least = fminf(-logf(params.min_p), MAX_DISTANCE) * RANKS_A_UNIT;
@@ -288,38 +295,136 @@ class Row {
         for (int b = 0; b < BINS / THREADS; ++b) shared_.histogram[threadIdx.x + b * THREADS] = whole[b];
     }
 
+    // A histogram of the whole row, as this thread sees it.
+    struct Bins {
+        uint64_t mine[2];  // bins 2 t and 2 t + 1
+        uint64_t before;   // all bins below
+        uint64_t total;
+    };
+
+    // Weights (or numbers) of the tokens up to `bound` whose rank begins with `prefix`, by the next 10 bits of the rank.
+    template <bool WEIGHTS>
+    __device__ Bins bins(uint64_t bound, uint32_t prefix, int shift) {
+        for (int i = threadIdx.x; i < PIECES * BINS; i += THREADS) shared_.pieces[i / BINS][i % BINS] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            const uint32_t r = rank(i);
+            if (r >> (shift + 10) != prefix || r == NEVER || order(i) > bound) continue;
+            count(r >> shift & (BINS - 1), WEIGHTS ? weight(r) : 1);
+        }
+        gather_pieces();
+        ptx::cluster_barrier();
+        Bins bins = {};
+#pragma unroll
+        for (int rank = 0; rank < CLUSTER; ++rank) {
+            bins.mine[0] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x], rank);
+            bins.mine[1] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x + 1], rank);
+        }
+        bins.before = scan(bins.mine[0] + bins.mine[1]) - bins.mine[0] - bins.mine[1];
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) bins.total += shared_.warp[i];
+        ptx::cluster_barrier();  // histograms have been read
+        return bins;
+    }
+
+    // The first bin (or any index) at which a running sum of pairs reaches `target`, and the sum before it; `EVERYTHING` if none does.
+    __device__ uint64_t reach(const uint64_t (&mine)[2], uint64_t before, uint64_t target, uint64_t& passed) {
+        __syncthreads();
+        if (threadIdx.x == 0) shared_.found[0] = EVERYTHING;
+        __syncthreads();
+        if (before < target && before + mine[0] + mine[1] >= target) {
+            const bool second = before + mine[0] < target;
+            shared_.found[0] = 2 * threadIdx.x + second;
+            shared_.found[1] = second ? before + mine[0] : before;
+        }
+        __syncthreads();
+        passed = shared_.found[1];
+        return shared_.found[0];
+    }
+
+    __device__ static uint64_t nucleus(const SampleRow& params, uint64_t mass) {
+        const double wanted = static_cast<double>(params.top_p) * static_cast<double>(mass);
+        return max(static_cast<uint64_t>(ceil(wanted)), static_cast<uint64_t>(1));
+    }
+
+    // As the rest of `draw`, if no more than `MAX_LISTED` tokens come into question; otherwise -1. The result is block 0's.
+    __device__ int draw_from_few(const SampleRow& params, uint64_t u) {
+        const bool counts = params.top_k > 0 && params.top_k < static_cast<uint32_t>(args_.vocab);
+        if (counts && params.top_k > MAX_LISTED) return -1;
+        const Bins first = counts ? bins<false>(EVERYTHING - 1, 0, 20) : bins<true>(EVERYTHING - 1, 0, 20);
+        const uint64_t target = counts ? params.top_k : nucleus(params, first.total);
+        uint64_t passed;
+        const uint32_t last_bin = static_cast<uint32_t>(min(reach(first.mine, first.before, target, passed), uint64_t{BINS - 1}));
+        const auto is_listed = [&](int i) { return rank(i) >> 20 <= last_bin; };
+        uint64_t listed = 0;
+        for (int i = threadIdx.x; i < count_; i += THREADS) listed += is_listed(i);
+        listed = reduce<false>(listed);
+        if (listed > MAX_LISTED) return -1;
+        if (rank_ == 0) {
+            for (int i = threadIdx.x; i < MAX_LISTED; i += THREADS) shared_.list[i] = EVERYTHING;
+            if (threadIdx.x == 0) shared_.listed = 0;
+        }
+        ptx::cluster_barrier();
+        for (int i = threadIdx.x; i < count_; i += THREADS) {
+            if (is_listed(i)) ptx::write_cluster(&shared_.list[ptx::add_cluster(&shared_.listed, 0, 1)], 0, order(i));
+        }
+        ptx::cluster_barrier();
+        return rank_ == 0 ? draw_from_list(params, u, static_cast<int>(listed), counts, first.total) : 0;
+    }
+
+    // By block 0, from the `listed` tokens that come first. `mass`: of all tokens.
+    __device__ int draw_from_list(const SampleRow& params, uint64_t u, int listed, bool counts, uint64_t mass) {
+        sort_list(listed);
+        const int at = 2 * threadIdx.x;
+        const auto rank_at = [&](int i) { return static_cast<uint32_t>(shared_.list[i] >> 32); };
+        int kept = counts ? min(static_cast<int>(params.top_k), listed) : listed;
+        uint64_t weights[2] = {at < kept ? weight(rank_at(at)) : 0, at + 1 < kept ? weight(rank_at(at + 1)) : 0}, passed;
+        const uint64_t before = scan(weights[0] + weights[1]) - weights[0] - weights[1];
+        if (counts) {
+            mass = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) mass += shared_.warp[i];
+        }
+        if (params.top_p < 1.0f) {
+            kept = min(reach(weights, before, nucleus(params, mass), passed), static_cast<uint64_t>(kept - 1)) + 1;
+        }
+        if (params.min_p > 0.0f) {
+            const uint32_t least = static_cast<uint32_t>(fminf(-logf(params.min_p), MAX_DISTANCE) * RANKS_A_UNIT);
+            const int probable = __syncthreads_count(at < listed && rank_at(at) <= least) +
+                                 __syncthreads_count(at + 1 < listed && rank_at(at + 1) <= least);
+            kept = min(kept, probable);
+        }
+        __syncthreads();
+        if (at < kept && at + 2 >= kept) shared_.found[0] = before + weights[0] + (at + 1 < kept ? weights[1] : 0);
+        __syncthreads();
+        const uint64_t target = __umul64hi(u, shared_.found[0]) + 1;
+        return static_cast<int>(static_cast<uint32_t>(shared_.list[reach(weights, before, target, passed)]));
+    }
+
+    // Ascending, by pairwise exchange over the next power of two; entries beyond `listed` are greatest.
+    __device__ void sort_list(int listed) {
+        const int size = max(2, 1 << (32 - __clz(listed - 1)));
+        for (int run = 2; run <= size; run *= 2) {
+            for (int reach = run / 2; reach > 0; reach /= 2) {
+                const int t = threadIdx.x, i = (t & ~(reach - 1)) * 2 + (t & (reach - 1));
+                if (t < size / 2) {
+                    const uint64_t low = shared_.list[i], high = shared_.list[i + reach];
+                    if ((low > high) == ((i & run) == 0)) shared_.list[i] = high, shared_.list[i + reach] = low;
+                }
+                __syncthreads();
+            }
+        }
+    }
+
     // The first token, in order of rank and id among those up to `bound`, at which the running sum of weights (or of tokens) reaches
     // `target`, as its order; `bound` itself if it never does.
     template <bool WEIGHTS>
     __device__ uint64_t select(uint64_t bound, uint64_t target) {
         uint32_t prefix = 0;  // of the rank, found so far
         for (int shift = 20; shift >= 0; shift -= 10) {
-            for (int i = threadIdx.x; i < PIECES * BINS; i += THREADS) shared_.pieces[i / BINS][i % BINS] = 0;
-            __syncthreads();
-            for (int i = threadIdx.x; i < count_; i += THREADS) {
-                const uint32_t r = rank(i);
-                if (r >> (shift + 10) != prefix || r == NEVER || order(i) > bound) continue;
-                count(r >> shift & (BINS - 1), WEIGHTS ? weight(r) : 1);
-            }
-            gather_pieces();
-            ptx::cluster_barrier();
-            uint64_t bins[2] = {0, 0};
-#pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) {
-                bins[0] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x], rank);
-                bins[1] += ptx::read_cluster(&shared_.histogram[2 * threadIdx.x + 1], rank);
-            }
-            const uint64_t through = scan(bins[0] + bins[1]), before = through - bins[0] - bins[1];
-            if (threadIdx.x == 0) shared_.found[0] = EVERYTHING;
-            __syncthreads();
-            if (before < target && through >= target) {
-                const bool second = before + bins[0] < target;
-                shared_.found[0] = 2 * threadIdx.x + second;
-                shared_.found[1] = second ? before + bins[0] : before;
-            }
-            __syncthreads();
-            const uint64_t bin = shared_.found[0], passed = shared_.found[1];
-            ptx::cluster_barrier();  // histograms have been read
+            const Bins found = bins<WEIGHTS>(bound, prefix, shift);
+            uint64_t passed;
+            const uint64_t bin = reach(found.mine, found.before, target, passed);
             if (bin == EVERYTHING) return bound;
             target -= passed;
             prefix = prefix << 10 | static_cast<uint32_t>(bin);
@@ -374,8 +479,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     sample(const __grid_constant__ SampleArgs args) {
     extern __shared__ __align__(16) float slice[];
     __shared__ Shared shared;
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     Row(args, shared, slice).run();
     ptx::cluster_barrier();  // shared memory lives until the others have read it
 }

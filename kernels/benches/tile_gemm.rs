@@ -74,8 +74,9 @@ pub(crate) fn experts(bench: &mut Bench) {
         bench.heading(&format!("Expert products of {model} with many columns, MXFP4 weights"));
         let gate_up = pack_experts(bench, num_experts, 2 * HIDDEN, true);
         let down = pack_experts(bench, num_experts, HIDDEN, false);
-        for (tokens, tile_slots) in [(64, 32), (128, 32), (128, 64), (1024, 64), (1024, 128), (8192, 128), (8192, 256)]
-        {
+        let cases =
+            [(64, 32), (128, 32), (128, 64), (512, 64), (512, 128), (1024, 64), (1024, 128), (1024, 256), (8192, 256)];
+        for (tokens, tile_slots) in cases {
             grouped(bench, &gate_up, &down, num_experts, tokens, tile_slots);
         }
         println!();

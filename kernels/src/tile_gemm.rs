@@ -144,8 +144,16 @@ impl TileGemm<'_> {
             check.room("counters", plan.items, self.workspace.counters.len())?;
         }
         let x = stream.input(&self.x);
+        // `BOX` in tile_gemm.cu: tiles of experts have any number of columns.
+        let box_columns = if weights.format == Format::Mxfp4 { width / 4 } else { width };
         let args = Args {
-            x: TensorMap::matrix(x, [columns, weights.k], weights.k, [width as u32, STEP_K as u32], Swizzle::Bytes128)?,
+            x: TensorMap::matrix(
+                x,
+                [columns, weights.k],
+                weights.k,
+                [box_columns as u32, STEP_K as u32],
+                Swizzle::Bytes128,
+            )?,
             weights: stream.input(&weights.bytes.view()),
             bias: self.bias.map_or(DevicePtr::NULL, |bias| stream.input(&bias)),
             out: match &mut self.out {

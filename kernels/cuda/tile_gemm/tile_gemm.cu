@@ -6,7 +6,10 @@
 //
 // Bound by the tensor cores from about 100 columns on. A tile is 128 weight rows x NT columns: weights are the A operand, unpacked
 // into registers, activations the B operand, in shared memory. Persistent blocks of 2 consumer warpgroups (64 rows each) and a
-// producer warpgroup (one warp of it works) that keeps `stages` steps of 64 along k in flight, across tiles, so that an epilogue hides the next tile's start.
+// producer warpgroup, of which a thread in each of three warps works: each keeps its own kind of copy for `stages` steps of 64 along k in
+// flight, across tiles, so that an epilogue hides the next tile's start. (One thread for all could not issue them fast enough.)
+//
+// Experts' tiles may have any number of columns: what one lacks of NT is neither fetched nor multiplied, in steps of NT / 4.
 //
 // With few tiles, k is split: partial sums go through global memory, and whoever arrives last adds them up in order.
 // The weights do not depend on the preceding kernel: their copies start before the grid dependency is met.
@@ -46,6 +49,9 @@ template <int NT>
 constexpr int BLOCKS = NT <= 64 ? 2 : 1;  // a multiprocessor: with few columns, waiting for memory must overlap
 template <int NT>
 constexpr int PRODUCER_REGISTERS = 40;
+// Columns by which a tile may be narrower: rows of a box of x.
+template <class Format, int NT>
+constexpr int BOX = Format::TILE_K == packed::Mxfp4::TILE_K ? NT / 4 : NT;
 template <int NT>
 constexpr int CONSUMER_REGISTERS = NT <= 64 ? 96 : 232;
 
@@ -81,51 +87,48 @@ __device__ Work work_at(const TileArgs& args, int index) {
 template <class Format>
 constexpr int STEP_BYTES = Format::TILE_BYTES * (64 / Format::TILE_K);  // of a strip
 
-// By one warp: lane 0 copies activations, lanes 0 and 1 a group of strips each.
+// By one thread each: 0 and 1 copy a group of strips, 2 activations.
 template <class Format, int NT>
-__device__ void produce(const TileArgs& args, uint8_t* x, uint8_t* weights, Barriers& barriers) {
-    const int lane = threadIdx.x % 32;
-    if (args.tiles) ptx::grid_dependency_wait();
+__device__ void produce(const TileArgs& args, int role, uint8_t* x, uint8_t* weights, Barriers& barriers) {
+    constexpr int ACTIVATIONS = GROUPS;
+    if (role == ACTIVATIONS || args.tiles) ptx::grid_dependency_wait();
     const int items = num_work<NT>(args);
-    bool waited = args.tiles != nullptr;
     int stage = 0;
     uint32_t phase = 0;
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
         const Work work = work_at<NT>(args, index);
-        const int strips = min(STRIPS, args.strips - work.row_block * STRIPS);
-        const int group_strips = max(0, min(packed::GROUP, strips - lane * packed::GROUP));
-        const int first_strip = work.row_block * STRIPS + lane * packed::GROUP;
-        const uint32_t bytes = group_strips * STEP_BYTES<Format>;
+        const int first_strip = work.row_block * STRIPS + role * packed::GROUP;
+        const int strips = max(0, min(packed::GROUP, args.strips - first_strip));
+        const int boxes = (work.tile.z + BOX<Format, NT> - 1) / BOX<Format, NT>;
+        const uint32_t bytes = role == ACTIVATIONS ? boxes * BOX<Format, NT> * 128 : strips * STEP_BYTES<Format>;
         const uint8_t* source = args.weights + work.tile.x * args.expert_bytes +
                                 static_cast<uint64_t>(first_strip) * args.steps * STEP_BYTES<Format>;
         for (int step = work.first_step; step < work.last_step; ++step) {
-            if (lane == 0) {
-                ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
-                ptx::mbarrier_arrive_expect(&barriers.full[stage], NT * 128 + strips * STEP_BYTES<Format>);
-            }
-            __syncwarp();
-            if (lane < GROUPS && bytes > 0) {
-                ptx::bulk_copy(weights + (stage * STRIPS + lane * packed::GROUP) * STEP_BYTES<Format>,
+            ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
+            ptx::mbarrier_arrive_expect(&barriers.full[stage], bytes);
+            if (role == ACTIVATIONS) {
+                for (int box = 0; box < boxes; ++box) {
+                    ptx::tensor_copy(x + (stage * NT + box * BOX<Format, NT>) * 128, &args.x, step * 64,
+                                     work.tile.y + box * BOX<Format, NT>, &barriers.full[stage]);
+                }
+            } else if (bytes > 0) {
+                ptx::bulk_copy(weights + (stage * STRIPS + role * packed::GROUP) * STEP_BYTES<Format>,
                                source + static_cast<uint64_t>(step) * bytes, bytes, &barriers.full[stage]);
-            }
-            if (!waited) ptx::grid_dependency_wait(), waited = true;
-            if (lane == 0) {
-                ptx::tensor_copy(x + stage * NT * 128, &args.x, step * 64, work.tile.y, &barriers.full[stage]);
             }
             if (++stage == args.stages) stage = 0, phase ^= 1;
         }
     }
 }
 
-template <int NT>
-__device__ bool join_splits(const TileArgs& args, const Work& work, int index, float (&acc)[NT / 2]) {
+template <int NT, int COLUMNS>
+__device__ bool join_splits(const TileArgs& args, const Work& work, int index, float (&acc)[COLUMNS / 2]) {
     __shared__ uint32_t arrived;
     const int first = index - work.split;
     const auto part = [&](int item, int j) {
         return args.partials + (static_cast<int64_t>(item) * (NT / 8) + j) * CONSUMERS + threadIdx.x;
     };
 #pragma unroll
-    for (int j = 0; j < NT / 8; ++j) {
+    for (int j = 0; j < COLUMNS / 8; ++j) {
         __stcg(part(index, j), make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
     }
     __threadfence();
@@ -139,10 +142,10 @@ __device__ bool join_splits(const TileArgs& args, const Work& work, int index, f
     __threadfence();
     if (threadIdx.x == 0) *counter = 0;
 #pragma unroll
-    for (int i = 0; i < NT / 2; ++i) acc[i] = 0.0f;
+    for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.0f;
     for (int item = first; item < first + args.splits; ++item) {
 #pragma unroll
-        for (int j = 0; j < NT / 8; ++j) {
+        for (int j = 0; j < COLUMNS / 8; ++j) {
             const float4 values = __ldcg(part(item, j));
             acc[4 * j] += values.x, acc[4 * j + 1] += values.y, acc[4 * j + 2] += values.z, acc[4 * j + 3] += values.w;
         }
@@ -151,8 +154,8 @@ __device__ bool join_splits(const TileArgs& args, const Work& work, int index, f
 }
 
 // This warp's 16 rows of the tile: bias, activation, and out by way of a transposition, after which a lane holds neighbouring rows.
-template <class Format, int NT, packed::Epilogue E>
-__device__ void write_tile(const TileArgs& args, const Work& work, const float (&acc)[NT / 2]) {
+template <class Format, int COLUMNS, packed::Epilogue E>
+__device__ void write_tile(const TileArgs& args, const Work& work, const float (&acc)[COLUMNS / 2]) {
     using packed::Epilogue;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int strip = work.row_block * STRIPS + threadIdx.x / 32;
@@ -165,7 +168,7 @@ __device__ void write_tile(const TileArgs& args, const Work& work, const float (
         bias1 = __bfloat162float(args.bias[work.tile.x * rows + row.y]);
     }
 #pragma unroll
-    for (int j = 0; j < NT / 8; ++j) {
+    for (int j = 0; j < COLUMNS / 8; ++j) {
         const float low0 = fmaf(acc[4 * j], Format::UNSCALE, bias0), low1 = fmaf(acc[4 * j + 1], Format::UNSCALE, bias0);
         const float high0 = fmaf(acc[4 * j + 2], Format::UNSCALE, bias1);
         const float high1 = fmaf(acc[4 * j + 3], Format::UNSCALE, bias1);
@@ -204,9 +207,9 @@ struct Position {
 //
 // Many columns: a step's products take long enough to unpack the next step's fragments beside them, into a second set of registers.
 // Few columns: a batch of DEPTH steps is unpacked, then multiplied; other warps fill the gaps.
-template <class Format, int NT>
+template <class Format, int NT, int COLUMNS>
 __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers, int tile_stride,
-                         int left, Position& at, float (&acc)[NT / 2]) {
+                         int left, Position& at, float (&acc)[COLUMNS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_group = warp % packed::GROUP;
     const auto unpack = [&](const Position& position, uint32_t(&a)[4][4]) {
         ptx::mbarrier_wait(&barriers.full[position.stage], position.phase);
@@ -215,8 +218,11 @@ __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* 
     };
     const auto issue = [&](const Position& position, const uint32_t(&a)[4][4]) {
         const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(x) + position.stage * NT * 128);
+        const uint32_t low = static_cast<uint32_t>(b), high = static_cast<uint32_t>(b >> 32);
 #pragma unroll
-        for (int step = 0; step < 4; ++step) ptx::wgmma<NT>(acc, a[step], b + 2 * step, true);
+        for (int step = 0; step < 4; ++step) {  // a sum of 32 bits: a tenth of the instructions here was carrying
+            ptx::wgmma<COLUMNS>(acc, a[step], static_cast<uint64_t>(high) << 32 | (low + 2 * step), true);
+        }
     };
     const auto release = [&]() {
         if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[at.stage]);
@@ -267,22 +273,45 @@ __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* 
     }
 }
 
+template <class Format, int NT, int COLUMNS, packed::Epilogue E>
+__device__ void compute(const TileArgs& args, const Work& work, int index, const uint8_t* x, const uint8_t* weights,
+                        Barriers& barriers, Position& at) {
+    // A group that does not exist yields sums that nobody reads.
+    const int group_strips = args.strips - work.row_block * STRIPS - threadIdx.x / 32 / packed::GROUP * packed::GROUP;
+    const int tile_stride = max(0, min(packed::GROUP, group_strips)) * Format::TILE_BYTES;
+    float acc[COLUMNS / 2];
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.0f;
+    multiply<Format, NT, COLUMNS>(args, x, weights, barriers, tile_stride, work.last_step - work.first_step, at, acc);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) ptx::pin(acc[i]);
+    if (args.splits == 1 || join_splits<NT, COLUMNS>(args, work, index, acc)) {
+        write_tile<Format, COLUMNS, E>(args, work, acc);
+    }
+}
+
 template <class Format, int NT, packed::Epilogue E>
 __device__ void consume(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers) {
-    const int warp = threadIdx.x / 32, items = num_work<NT>(args);
+    constexpr int STEP = BOX<Format, NT>;
+    const int items = num_work<NT>(args);
     Position at;
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
         const Work work = work_at<NT>(args, index);
-        // A group that does not exist yields sums that nobody reads.
-        const int group_strips = args.strips - work.row_block * STRIPS - warp / packed::GROUP * packed::GROUP;
-        const int tile_stride = max(0, min(packed::GROUP, group_strips)) * Format::TILE_BYTES;
-        float acc[NT / 2];
-#pragma unroll
-        for (int i = 0; i < NT / 2; ++i) acc[i] = 0.0f;
-        multiply<Format, NT>(args, x, weights, barriers, tile_stride, work.last_step - work.first_step, at, acc);
-#pragma unroll
-        for (int i = 0; i < NT / 2; ++i) ptx::pin(acc[i]);
-        if (args.splits == 1 || join_splits<NT>(args, work, index, acc)) write_tile<Format, NT, E>(args, work, acc);
+        if constexpr (STEP < NT) {
+            if (work.tile.z <= STEP) {
+                compute<Format, NT, STEP, E>(args, work, index, x, weights, barriers, at);
+                continue;
+            }
+            if (work.tile.z <= 2 * STEP) {
+                compute<Format, NT, 2 * STEP, E>(args, work, index, x, weights, barriers, at);
+                continue;
+            }
+            if (work.tile.z <= 3 * STEP) {
+                compute<Format, NT, 3 * STEP, E>(args, work, index, x, weights, barriers, at);
+                continue;
+            }
+        }
+        compute<Format, NT, NT, E>(args, work, index, x, weights, barriers, at);
     }
 }
 
@@ -294,7 +323,7 @@ __device__ void tile_gemm(const TileArgs& args) {
     uint8_t* weights = x + args.stages * NT * 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; ++i) {
-            ptx::mbarrier_init(&barriers.full[i], 1);
+            ptx::mbarrier_init(&barriers.full[i], GROUPS + 1);
             ptx::mbarrier_init(&barriers.empty[i], CONSUMERS / 32);
         }
         ptx::fence_barrier_init();
@@ -303,11 +332,12 @@ __device__ void tile_gemm(const TileArgs& args) {
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
         ptx::give_registers<PRODUCER_REGISTERS<NT>>();
-        if (threadIdx.x < CONSUMERS + 32) produce<Format, NT>(args, x, weights, barriers);
+        const int role = (threadIdx.x - CONSUMERS) / 32;
+        if (role <= GROUPS && threadIdx.x % 32 == 0) produce<Format, NT>(args, role, x, weights, barriers);
     } else {
         ptx::take_registers<CONSUMER_REGISTERS<NT>>();
-        ptx::grid_dependency_wait();
         ptx::launch_dependents();
+        ptx::grid_dependency_wait();
         consume<Format, NT, E>(args, x, weights, barriers);
     }
 }

@@ -19,7 +19,7 @@ const SKINNY_COLUMNS: usize = 16;
 pub(crate) const EXPERT_TILES: [usize; 6] = [8, 16, 32, 64, 128, 256];
 const SKINNY_TILES: usize = 2;
 /// Tokens an expert, on average, up to which each of [`EXPERT_TILES`] but the last is the fastest.
-const TILE_BORDERS: [usize; 5] = [5, 12, 24, 96, 192];
+const TILE_BORDERS: [usize; 5] = [6, 11, 16, 48, 90];
 
 /// The index in [`EXPERT_TILES`] for `pairs` pairs of token and expert, spread over `experts`.
 pub(crate) fn expert_tile(pairs: usize, experts: usize) -> usize {
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn tiles_grow_with_the_tokens_of_an_expert() {
         let tile = |tokens: usize, experts: usize| EXPERT_TILES[expert_tile(4 * tokens, experts)];
-        assert_eq!([1, 32, 64, 128, 1024, 8192].map(|tokens| tile(tokens, 32)), [8, 8, 16, 32, 128, 256]);
+        assert_eq!([1, 32, 64, 128, 512, 8192].map(|tokens| tile(tokens, 32)), [8, 8, 16, 32, 128, 256]);
         assert_eq!([1, 64, 128, 256, 1024, 8192].map(|tokens| tile(tokens, 128)), [8, 8, 8, 16, 64, 256]);
     }
 }

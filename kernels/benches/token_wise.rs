@@ -2,8 +2,8 @@
 
 use device::DeviceBuffer;
 use kernels::{
-    Combine, CombineNorm, Dispatch, ExpertWeights, KvCache, PageTable, RmsNorm, RopeKv, Router, Routing, Sample,
-    SampleRow,
+    Combine, CombineNorm, DISPATCH_TOKENS, Dispatch, ExpertWeights, KvCache, PageTable, RmsNorm, RopeKv, Router,
+    RouterDispatch, Routing, Sample, SampleRow,
 };
 
 use crate::harness::Bench;
@@ -17,7 +17,7 @@ pub(crate) fn run(bench: &mut Bench) {
     for tokens in [1, 8, 32, 128, 8192] {
         rmsnorm(bench, tokens);
     }
-    for (experts, tokens) in [(32, 1), (32, 128), (128, 1), (128, 32), (128, 128)] {
+    for (experts, tokens) in [(32, 1), (32, 8), (32, 128), (128, 1), (128, 32), (128, 128)] {
         router(bench, experts, tokens);
     }
     for tokens in [1, 128, 8192] {
@@ -55,6 +55,8 @@ fn router(bench: &Bench, num_experts: usize, tokens: usize) {
     let (x, weight, bias) =
         (bench.values(tokens * HIDDEN), bench.values(num_experts * HIDDEN), bench.values(num_experts));
     let (mut experts, mut weights) = (bench.zeros(tokens * TOP), bench.zeros(tokens * TOP));
+    let dispatches = tokens <= DISPATCH_TOKENS;
+    let mut routing = dispatches.then(|| Routing::new(&bench.stream, tokens, TOP, num_experts, 8).unwrap());
     let us = bench.time(LAUNCHES, |_| {
         Router {
             x: x.view(),
@@ -65,11 +67,13 @@ fn router(bench: &Bench, num_experts: usize, tokens: usize) {
             logits: None,
             top: TOP,
             mode: ExpertWeights::Bf16,
+            dispatch: routing.as_mut().map(|routing| RouterDispatch { first_expert: 0, routing }),
         }
         .enqueue(&bench.kernels, &bench.stream)
     });
     let shape = format!("{tokens} tokens, {num_experts} experts");
-    bench.row("router", &shape, us, (tokens + num_experts) * HIDDEN * 2 + tokens * TOP * 8);
+    let name = if dispatches { "router + dispatch" } else { "router" };
+    bench.row(name, &shape, us, (tokens + num_experts) * HIDDEN * 2 + tokens * TOP * 8);
 }
 
 /// Picks that spread evenly.

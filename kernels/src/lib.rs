@@ -50,7 +50,7 @@ pub use peers::{Alarm, MAX_RANKS, Mailbox, MailboxAddress, PeerGroup, PeerSizes}
 pub use prefill_attention::PrefillAttention;
 pub use rmsnorm::RmsNorm;
 pub use rope_kv::RopeKv;
-pub use router::{ChooseExperts, ExpertWeights, Router};
+pub use router::{ChooseExperts, DISPATCH_TOKENS, ExpertWeights, Router, RouterDispatch};
 pub use sample::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
 pub use skinny_gemm::{Grouped, Output, SkinnyGemm};
 pub use sum_ranks::SumRanks;

@@ -3,8 +3,8 @@
 use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
-use crate::Kernels;
 use crate::error::{Checker, Result, int};
+use crate::{Kernels, Routing};
 
 /// How logits are compared and weights are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +36,20 @@ pub struct Router<'a> {
     pub top: usize,
     /// Rounding.
     pub mode: ExpertWeights,
+    /// With up to [`DISPATCH_TOKENS`] tokens, what [`Dispatch`](crate::Dispatch) would do, in the same launch.
+    pub dispatch: Option<RouterDispatch<'a>>,
+}
+
+/// Most tokens that [`Router`] can dispatch.
+pub const DISPATCH_TOKENS: usize = CLUSTER_TOKENS;
+
+/// As the fields of [`Dispatch`](crate::Dispatch).
+#[derive(Debug)]
+pub struct RouterDispatch<'a> {
+    /// First expert of this rank.
+    pub first_expert: usize,
+    /// Where the result goes.
+    pub routing: &'a mut Routing,
 }
 
 /// For many tokens: the choice alone, from logits that [`TileGemm`](crate::TileGemm) has computed. Faster than [`Router`] from about 200
@@ -70,10 +84,42 @@ struct Args {
     k: i32,
     top: i32,
     round_bf16: i32,
+    first_expert: i32,
+    slot: DevicePtrMut<i32>,
+    gather: DevicePtrMut<i32>,
+    offsets: DevicePtrMut<i32>,
+    tiles: DevicePtrMut<[i32; 4]>,
+    num_tiles: DevicePtrMut<i32>,
+    local_experts: i32,
     padding: i32,
 }
 
-const _: () = assert!(size_of::<Args>() == 72);
+impl Args {
+    /// Without operands.
+    const EMPTY: Self = Self {
+        x: DevicePtr::NULL,
+        weight: DevicePtr::NULL,
+        bias: DevicePtr::NULL,
+        experts: DevicePtrMut::NULL,
+        weights: DevicePtrMut::NULL,
+        logits: DevicePtrMut::NULL,
+        tokens: 0,
+        num_experts: 0,
+        k: 0,
+        top: 0,
+        round_bf16: 0,
+        first_expert: 0,
+        slot: DevicePtrMut::NULL,
+        gather: DevicePtrMut::NULL,
+        offsets: DevicePtrMut::NULL,
+        tiles: DevicePtrMut::NULL,
+        num_tiles: DevicePtrMut::NULL,
+        local_experts: 0,
+        padding: 0,
+    };
+}
+
+const _: () = assert!(size_of::<Args>() == 120);
 // SAFETY: the layout of `RouterArgs` in router.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -126,7 +172,7 @@ impl Router<'_> {
         if tokens == 0 {
             return Ok(());
         }
-        let args = Args {
+        let mut args = Args {
             x: stream.input(&self.x),
             weight: stream.input(&self.weight),
             bias: stream.input(&self.bias),
@@ -138,12 +184,26 @@ impl Router<'_> {
             k: int(k),
             top: int(self.top),
             round_bf16: i32::from(self.mode == ExpertWeights::Bf16),
-            padding: 0,
+            ..Args::EMPTY
         };
+        if let Some(RouterDispatch { first_expert, routing }) = self.dispatch {
+            check.dimension("tokens", tokens, "at most 8 to dispatch", tokens <= DISPATCH_TOKENS)?;
+            check.size("top", routing.top, self.top)?;
+            check.room("slot", tokens * self.top, routing.slot.len())?;
+            check.room("slots of a tile", tokens, routing.tile_slots)?;
+            args.first_expert = int(first_expert);
+            args.local_experts = int(routing.num_experts);
+            args.slot = stream.output(&mut routing.slot.view_mut());
+            args.gather = stream.output(&mut routing.gather.view_mut());
+            args.offsets = stream.output(&mut routing.offsets.view_mut());
+            args.tiles = stream.output(&mut routing.tiles.view_mut());
+            args.num_tiles = stream.output(&mut routing.num_tiles.view_mut());
+        }
         let clusters = tokens.div_ceil(CLUSTER_TOKENS).min(kernels.multiprocessors as usize / CLUSTER);
         let config = LaunchConfig::linear((clusters * CLUSTER) as u32, (WARPS * 32) as u32);
         let kernel = if warp_blocks <= 4 { &kernels.router.blocks_4 } else { &kernels.router.blocks_15 };
-        // SAFETY: rows beyond the last token or expert are clamped in the kernel; all others are covered as checked.
+        // SAFETY: rows beyond the last token or expert are clamped in the kernel; all others are covered as checked. At most
+        // `tokens * top` slots and tiles are written, for which `Routing::new` made room.
         Ok(unsafe { kernel.launch(stream, config, &args) }?)
     }
 }
@@ -166,18 +226,14 @@ impl ChooseExperts<'_> {
             return Ok(());
         }
         let args = Args {
-            x: DevicePtr::NULL,
-            weight: DevicePtr::NULL,
-            bias: DevicePtr::NULL,
             experts: stream.output(&mut self.experts),
             weights: stream.output(&mut self.weights),
             logits: stream.output(&mut self.logits),
             tokens: int(tokens),
             num_experts: int(num_experts),
-            k: 0,
             top: int(self.top),
             round_bf16: i32::from(self.mode == ExpertWeights::Bf16),
-            padding: 0,
+            ..Args::EMPTY
         };
         let config = LaunchConfig::linear(tokens.div_ceil(WARPS) as u32, (WARPS * 32) as u32);
         // SAFETY: one warp a token, whose logits, experts and weights are covered as checked.

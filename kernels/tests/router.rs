@@ -1,7 +1,7 @@
 //! Router: logits, picks, ties and the two roundings.
 
 use half::bf16;
-use kernels::{ChooseExperts, ExpertWeights, Router};
+use kernels::{ChooseExperts, Dispatch, ExpertWeights, Router, RouterDispatch, Routing};
 use model::reference;
 
 use crate::gpu::{BF16_ROUNDING, Gpu, Random, compare, magnitudes, sum_error, widen};
@@ -29,6 +29,7 @@ fn route(gpu: &Gpu, x: &[bf16], weight: &[bf16], bias: &[bf16], mode: ExpertWeig
         logits: Some(logits.view_mut()),
         top: TOP,
         mode,
+        dispatch: None,
     }
     .enqueue(&gpu.kernels, &gpu.stream)
     .unwrap();
@@ -66,6 +67,56 @@ fn check(case: &str, tokens: usize, num_experts: usize, k: usize, mode: ExpertWe
         let rounding = if mode == ExpertWeights::Bf16 { BF16_ROUNDING } else { 0.0 };
         compare(case, &got.weights[token * TOP..][..TOP], &shares, TOP, |want, _| want * (rounding + 1e-6));
     }
+}
+
+/// What the router dispatches itself must be what `Dispatch` makes of its picks, for a rank with `local` experts from `first` on.
+fn check_dispatch(case: &str, tokens: usize, num_experts: usize, first_expert: usize, local: usize) {
+    const K: usize = 2880;
+    let Some(gpu) = Gpu::open() else { return };
+    let mut random = Random::new();
+    let (x, weight) = (gpu.upload(&random.bf16(tokens * K, 1.0)), gpu.upload(&random.bf16(num_experts * K, 0.05)));
+    let bias = gpu.upload(&random.bf16(num_experts, 0.5));
+    let (mut experts, mut weights) = (gpu.poisoned::<i32>(tokens * TOP), gpu.poisoned::<f32>(tokens * TOP));
+    let routing = || Routing::new(&gpu.stream, tokens, TOP, local, 8).unwrap();
+    let (mut got, mut want) = (routing(), routing());
+    got.offsets = gpu.poisoned(local + 1);
+    got.slot = gpu.poisoned(tokens * TOP);
+    Router {
+        x: x.view(),
+        weight: weight.view(),
+        bias: bias.view(),
+        experts: experts.view_mut(),
+        weights: weights.view_mut(),
+        logits: None,
+        top: TOP,
+        mode: ExpertWeights::F32,
+        dispatch: Some(RouterDispatch { first_expert, routing: &mut got }),
+    }
+    .enqueue(&gpu.kernels, &gpu.stream)
+    .unwrap();
+    Dispatch { experts: experts.view(), first_expert, routing: &mut want }.enqueue(&gpu.kernels, &gpu.stream).unwrap();
+    let stream = &gpu.stream;
+    let facts = |routing: &Routing| {
+        let offsets = stream.download(routing.offsets.view()).unwrap();
+        let tiles = stream.download(routing.num_tiles.view()).unwrap()[0] as usize;
+        let slots = offsets[local] as usize;
+        (
+            stream.download(routing.slot.view()).unwrap(),
+            stream.download(routing.gather.slice(..slots)).unwrap(),
+            stream.download(routing.tiles.slice(..tiles)).unwrap(),
+            offsets,
+        )
+    };
+    assert_eq!(facts(&got), facts(&want), "{case}");
+}
+
+#[test]
+fn few_tokens_are_dispatched_on_the_way() {
+    check_dispatch("one token", 1, 32, 0, 32);
+    check_dispatch("eight tokens that share experts", 8, 8, 0, 8);
+    check_dispatch("eight tokens of 120b", 8, 128, 0, 128);
+    check_dispatch("a rank with few of the experts", 5, 32, 24, 8);
+    check_dispatch("a rank that is not visited", 1, 128, 127, 1);
 }
 
 #[test]

@@ -7,7 +7,8 @@
 // warp takes 16 experts (and a share of the block's k when there are fewer than 128): m16n8k16 with the experts as rows, operands
 // straight from global memory, k permuted alike on both sides so that a lane loads 16 bytes. The weights do not depend on the
 // preceding kernel: a warp holds its part in registers before it waits, and keeps it for all tokens. Block 0 adds the partial
-// logits in order of rank and finds the top: a warp a token. Shared memory: 8 KB.
+// logits in order of rank and finds the top: a warp a token. Up to 8 tokens are one cluster's, whose block 0 can then do what dispatch.cu
+// does as well: which token goes where. Shared memory: 8 KB.
 #include "../ptx/block_reduce.cuh"
 
 struct RouterArgs {
@@ -22,9 +23,16 @@ struct RouterArgs {
     int32_t k;
     int32_t top;           // at most 8
     int32_t round_bf16;
+    int32_t first_expert;  // of this rank
+    int32_t* slot;         // [tokens, top], as in dispatch.cu with the rest; null: no dispatch
+    int32_t* gather;
+    int32_t* offsets;
+    int4* tiles;
+    int32_t* num_tiles;
+    int32_t local_experts; // of this rank
     int32_t padding;
 };
-static_assert(sizeof(RouterArgs) == 72);
+static_assert(sizeof(RouterArgs) == 120);
 
 namespace {
 
@@ -40,9 +48,9 @@ __device__ __forceinline__ uint64_t rank_key(float logit, int expert) {
     return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~expert);
 }
 
-// By one warp. `logit_of(expert)` is the token's unrounded logit.
+// By one warp. `logit_of(expert)` is the token's unrounded logit. Returns its lane's expert, if lane < top.
 template <class LogitOf>
-__device__ void choose(const RouterArgs& args, int token, LogitOf logit_of) {
+__device__ int choose(const RouterArgs& args, int token, LogitOf logit_of) {
     const int lane = threadIdx.x % 32;
     float value[MAX_EXPERTS / 32];
     uint64_t key[MAX_EXPERTS / 32];
@@ -80,6 +88,50 @@ __device__ void choose(const RouterArgs& args, int token, LogitOf logit_of) {
         args.experts[token * args.top + lane] = winner;
         args.weights[token * args.top + lane] = share;
     }
+    return winner;
+}
+
+// Orders the pairs of up to 8 tokens by expert, then by token, as dispatch.cu does for many. A pair's place is the number of pairs
+// before it, which its thread counts. An expert has at most as many slots as there are tokens: one tile.
+__device__ void dispatch(const RouterArgs& args, const int* experts) {
+    const int pairs = args.tokens * args.top, i = threadIdx.x;
+    const auto local = [&](int pair) {
+        const int expert = experts[pair] - args.first_expert;
+        return expert >= 0 && expert < args.local_experts ? expert : -1;
+    };
+    if (i < 64) {  // two warps
+        uint32_t visited[MAX_EXPERTS / 32] = {};
+        for (int j = i % 32; j < pairs; j += 32) {
+            const int expert = local(j);
+#pragma unroll
+            for (int w = 0; w < MAX_EXPERTS / 32; ++w) visited[w] |= expert >> 5 == w ? 1u << (expert & 31) : 0;
+        }
+        const int mine = i < pairs ? local(i) : -1;
+        int tile = 0, tiles = 0;
+#pragma unroll
+        for (int w = 0; w < MAX_EXPERTS / 32; ++w) {
+            visited[w] = __reduce_or_sync(~0u, visited[w]);
+            const int below = mine - 32 * w;  // experts of this word before mine
+            tile += __popc(below <= 0 ? 0 : below >= 32 ? visited[w] : visited[w] & ((1u << below) - 1));
+            tiles += __popc(visited[w]);
+        }
+        int slot = 0, first_slot = 0, count = 0;
+        for (int j = 0; j < pairs; ++j) {
+            const int other = local(j);
+            if (other < 0) continue;
+            first_slot += other < mine;
+            slot += other == mine && j < i;
+            count += other == mine;
+        }
+        if (i < pairs) args.slot[i] = mine < 0 ? -1 : first_slot + slot;
+        if (mine >= 0) args.gather[first_slot + slot] = i / args.top;
+        if (mine >= 0 && slot == 0) args.tiles[tile] = make_int4(mine, first_slot, count, 0);
+        if (i == 0) *args.num_tiles = tiles;
+    } else if (i - 64 <= args.local_experts) {
+        int before = 0;
+        for (int j = 0; j < pairs; ++j) before += static_cast<uint32_t>(local(j)) < static_cast<uint32_t>(i - 64);
+        args.offsets[i - 64] = before;
+    }
 }
 
 // This warp's part of the logits of 16 experts and 8 tokens, into its place in `partial`. `x`: this lane's part of its token.
@@ -109,6 +161,7 @@ template <int BLOCKS>
 __device__ void route(const RouterArgs& args) {
     __shared__ float partial[WARPS * 16][TOKENS];  // [k share][expert][token], later the whole logits
     __shared__ float sums[MAX_EXPERTS][TOKENS];
+    __shared__ int picks[TOKENS * 8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = ptx::cluster_rank();
 
@@ -128,8 +181,8 @@ __device__ void route(const RouterArgs& args) {
         }
     }
 
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     for (int first_token = blockIdx.x / CLUSTER * TOKENS; first_token < args.tokens;
          first_token += gridDim.x / CLUSTER * TOKENS) {
         const int token = min(first_token + g, args.tokens - 1);
@@ -153,12 +206,17 @@ __device__ void route(const RouterArgs& args) {
             }
             __syncthreads();
             if (first_token + warp < args.tokens) {
-                choose(args, first_token + warp, [&](int expert) {
+                const int expert = choose(args, first_token + warp, [&](int expert) {
                     const float logit = partial[expert][warp];
                     const int64_t at = static_cast<int64_t>(first_token + warp) * args.num_experts + expert;
                     if (args.logits) args.logits[at] = logit;
                     return logit;
                 });
+                if (lane < args.top) picks[warp * args.top + lane] = expert;
+            }
+            if (args.slot) {
+                __syncthreads();
+                dispatch(args, picks);
             }
         }
         ptx::cluster_barrier();  // a block's sums stay until block 0 has read them
@@ -177,8 +235,8 @@ ROUTER(router_15, 15)
 
 // The choice alone, for logits that are already there: many tokens take them from tile_gemm. A warp a token.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) choose_experts(const __grid_constant__ RouterArgs args) {
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     const int token = blockIdx.x * WARPS + threadIdx.x / 32;
     if (token >= args.tokens) return;
     const float* logits = args.logits + static_cast<int64_t>(token) * args.num_experts;

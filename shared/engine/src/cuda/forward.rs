@@ -15,7 +15,8 @@ use std::ops::Range;
 use device::{DeviceBuffer, View};
 use half::bf16;
 use kernels::{
-    ChooseExperts, DecodeAttention, Dispatch, Embed, ExpertWeights, Output, PrefillAttention, RmsNorm, RopeKv, Router,
+    ChooseExperts, DISPATCH_TOKENS, DecodeAttention, Dispatch, Embed, ExpertWeights, Output, PrefillAttention, RmsNorm,
+    RopeKv, Router, RouterDispatch,
 };
 use model::{ModelConfig, ShardPlan};
 use types::PageGroup;
@@ -219,12 +220,8 @@ impl Forward<'_> {
         let (tokens, model) = (self.batch.tokens.len(), self.model);
         let (hidden, top) = (model.config.hidden_size, model.config.experts_per_token);
         let pairs = tokens * top;
-        self.route(layer, tokens)?;
         let tile = expert_tile(pairs, model.config.num_experts);
-        let Activations { experts: picks, routings, .. } = &mut *self.acts;
-        let routing = &mut routings[tile];
-        Dispatch { experts: picks.slice(..pairs), first_expert: model.plan.experts.start, routing }
-            .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+        self.route(layer, tokens, tile)?;
         experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
 
         let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
@@ -244,28 +241,37 @@ impl Forward<'_> {
         self.collective.reduce(self.gpu, reduction)
     }
 
-    /// Experts of each token, and their weights.
-    fn route(&mut self, layer: &Layer, tokens: usize) -> Result<(), EngineError> {
+    /// Experts of each token, and their weights; and the tokens of each expert, as routing `tile`.
+    fn route(&mut self, layer: &Layer, tokens: usize, tile: usize) -> Result<(), EngineError> {
         let (config, mode) = (&self.model.config, self.model.routing);
         let (hidden, top, num_experts) = (config.hidden_size, config.experts_per_token, config.num_experts);
-        let Activations { normed, router_logits, experts, expert_weights, .. } = &mut *self.acts;
+        let Activations { normed, router_logits, experts, expert_weights, routings, .. } = &mut *self.acts;
+        let (first_expert, routing) = (self.model.plan.experts.start, &mut routings[tile]);
+        let picks = tokens * top;
         let x = normed.slice(..tokens * hidden);
-        let (experts, weights) = (experts.slice_mut(..tokens * top), expert_weights.slice_mut(..tokens * top));
+        let (chosen, weights) = (experts.slice_mut(..picks), expert_weights.slice_mut(..picks));
         let bias = layer.router.bias.view();
         match &layer.router.packed {
             Some(packed) if tokens > ROUTER_TOKENS => {
                 let out = Output::F32(router_logits.slice_mut(..tokens * num_experts));
                 dense(self.gpu, packed, Some(bias), x, out)?;
                 let logits = router_logits.slice_mut(..tokens * num_experts);
-                ChooseExperts { logits, num_experts, experts, weights, top, mode }
+                ChooseExperts { logits, num_experts, experts: chosen, weights, top, mode }
                     .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
             }
             _ => {
                 let weight = layer.router.weight.view();
-                Router { x, weight, bias, experts, weights, logits: None, top, mode }
+                let dispatches = tokens <= DISPATCH_TOKENS;
+                let dispatch = dispatches.then_some(RouterDispatch { first_expert, routing: &mut *routing });
+                Router { x, weight, bias, experts: chosen, weights, logits: None, top, mode, dispatch }
                     .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
+                if dispatches {
+                    return Ok(());
+                }
             }
         }
+        let experts = experts.slice(..picks);
+        Dispatch { experts, first_expert, routing }.enqueue(&self.gpu.kernels, &self.gpu.stream)?;
         Ok(())
     }
 }

@@ -9,7 +9,7 @@ use crate::{Kernels, Routing, Workspace};
 
 /// Columns of a tile at most.
 const MAX_COLUMNS: usize = 16;
-/// Strips of a group, parts into which its k is split, warps of a block: constants of skinny_gemm.cu.
+/// Strips of a group, parts into which its k is split, warps of a block, most stages: constants of skinny_gemm.cu.
 const GROUP: usize = 4;
 const PARTS: usize = 8;
 const WARPS: u32 = 18;
@@ -60,7 +60,8 @@ pub struct Grouped<'a> {
     pub routing: &'a Routing,
     /// Whether `x` has a row a token (the first product of an expert) or a row a slot (the second).
     pub gather: bool,
-    /// Whether at least one kernel was enqueued since the dispatch: then weights are fetched before that kernel has ended.
+    /// Whether a `SkinnyGemm` that is not settled was enqueued since the dispatch: then weights are fetched before it has ended. It
+    /// starts the next kernel only when the dispatch has ended, which others do not wait for.
     pub settled: bool,
 }
 
@@ -74,8 +75,7 @@ struct Args {
     tiles: DevicePtr<[i32; 4]>,
     num_tiles: DevicePtr<i32>,
     gather: DevicePtr<i32>,
-    partials: DevicePtrMut<f32>,
-    counters: DevicePtrMut<u32>,
+    joins: DevicePtrMut<f32>,
     expert_bytes: u64,
     tokens: i32,
     strips: i32,
@@ -89,7 +89,7 @@ struct Args {
     early_tiles: i32,
 }
 
-const _: () = assert!(size_of::<Args>() == 120);
+const _: () = assert!(size_of::<Args>() == 112);
 // SAFETY: the layout of `SkinnyArgs` in skinny_gemm.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -150,9 +150,8 @@ impl SkinnyGemm<'_> {
             found: 0,
         })?;
         let (blocks, groups) = (kernels.multiprocessors, weights.rows.div_ceil(STRIP_ROWS * GROUP));
-        let partials = blocks as usize * 2 * GROUP * plan.column_tiles * 32 * 4;
-        check.room("partials", partials, self.workspace.partials.len())?;
-        check.room("counters", groups * slots.max_tiles, self.workspace.counters.len())?;
+        let joins = blocks as usize * GROUP * plan.column_tiles * 32 * 4;
+        check.room("joins", joins, self.workspace.joins.len())?;
         let grouped = self.routing;
         let args = Args {
             weights: stream.input(&weights.bytes.view()),
@@ -168,8 +167,7 @@ impl SkinnyGemm<'_> {
                 Some(grouped) if grouped.gather => stream.input(&grouped.routing.gather.view()),
                 _ => DevicePtr::NULL,
             },
-            partials: stream.output(&mut self.workspace.partials.view_mut()),
-            counters: stream.output(&mut self.workspace.counters.view_mut()),
+            joins: stream.output(&mut self.workspace.joins.view_mut()),
             expert_bytes: weights.matrix_bytes() as u64,
             tokens: int(slots.tile_columns),
             strips: int(weights.rows / STRIP_ROWS),
@@ -189,7 +187,7 @@ impl SkinnyGemm<'_> {
         Ok(unsafe { variants[plan.column_tiles - 1].launch(stream, config, &args) }?)
     }
 
-    /// Columns and tiles of the launch; `None` if there is nothing to do.
+    /// Columns of the launch; `None` if there is nothing to do.
     fn check(&self, check: Checker) -> Result<Option<Columns>> {
         let weights = self.weights;
         let x_rows = self.x.len() / weights.k;
@@ -214,7 +212,7 @@ impl SkinnyGemm<'_> {
                 check.dimension("matrices", weights.matrices, "1 without routing", weights.matrices == 1)?;
                 check.dimension("columns", x_rows, "at most 16", x_rows <= MAX_COLUMNS)?;
                 check.size("out", x_rows * out_rows, out_len)?;
-                Ok((x_rows > 0).then_some(Columns { tile_columns: x_rows, max_tiles: 1 }))
+                Ok((x_rows > 0).then_some(Columns { tile_columns: x_rows }))
             }
             Some(Grouped { routing, gather, .. }) => {
                 check.size("experts", routing.num_experts, weights.matrices)?;
@@ -222,8 +220,7 @@ impl SkinnyGemm<'_> {
                 let slots = if *gather { x_rows * routing.top } else { x_rows };
                 check.room("routing", slots, routing.gather.len())?;
                 check.room("out", slots * out_rows, out_len)?;
-                let max_tiles = Routing::max_tiles(slots, routing.num_experts, routing.tile_slots);
-                Ok((slots > 0).then_some(Columns { tile_columns: routing.tile_slots, max_tiles }))
+                Ok((slots > 0).then_some(Columns { tile_columns: routing.tile_slots }))
             }
         }
     }
@@ -231,7 +228,6 @@ impl SkinnyGemm<'_> {
 
 struct Columns {
     tile_columns: usize,
-    max_tiles: usize,
 }
 
 /// How the work is cut: the one place where tile sizes are chosen.
@@ -250,12 +246,12 @@ struct Plan {
 }
 
 impl Plan {
-    /// One dense matrix: the unit for which the busiest block has least to do (2880 x 5120 on 132 blocks: 97 % balanced), and a block
-    /// holds activations only for the units that it can get.
+    /// One dense matrix: of large units those for which the busiest block has least to do, and a block holds activations only for the
+    /// units that it can get. Waiting at barriers costs more than an even cut gains: 2880 x 5120 at one column takes 10.3 us in units
+    /// of 6 tiles, of which the busiest block has 60, and 9.3 in units of 10, with 60 as well (one H200).
     ///
     /// Experts: as many k-tiles for each consumer warp at a time as leave room for stages, since how many units there are is known on
-    /// the device only. Even for one token, whose 720 units of 24 tiles balance worse than 2160 of 8, the larger ones win (18.8
-    /// against 20.1 us for gate and up on one H200): waiting at barriers costs more.
+    /// the device only. 8 tiles in place of 24 cost a third at 32 tokens of 120b.
     fn new(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
         let (tiles, format) = (weights.strip_tiles(), weights.format);
         let column_tiles = if columns.tile_columns <= 8 { 1 } else { 2 };
@@ -263,7 +259,7 @@ impl Plan {
         let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(multiprocessors);
         let dense = weights.matrices == 1 && format == Format::Bf16;
         let unit_tiles = match format {
-            _ if dense => (6..=12).rev().min_by_key(|size| longest_range(*size) * size).expect("sizes 6 to 12"),
+            _ if dense => (10..=12).min_by_key(|size| longest_range(*size) * size).expect("sizes 10 to 12"),
             Format::Mxfp4 if column_tiles == 1 => 3 * PARTS,
             Format::Mxfp4 => 2 * PARTS,
             Format::Bf16 => PARTS,

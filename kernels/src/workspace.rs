@@ -5,24 +5,30 @@ use device::{DeviceBuffer, Stream};
 use crate::error::Result;
 
 /// Partial results and arrival counters of kernels that finish each other's work. Consecutive kernels of a stream share one
-/// workspace: each has done with it before the next writes to it, and leaves the counters at zero.
+/// workspace: each has done with it before the next writes to it, and leaves counters and joins as it found them.
 #[derive(Debug)]
 pub struct Workspace {
     pub(crate) partials: DeviceBuffer<f32>,
     pub(crate) counters: DeviceBuffer<u32>,
+    /// All bits set between kernels.
+    pub(crate) joins: DeviceBuffer<f32>,
 }
 
 /// f32 of partial results: decode attention at batch 128 with 8 KV heads unsplit, or 64 splits of 16 pairs.
 const PARTIALS: usize = 4 << 20;
-/// Counters: one for each strip of each tile of a grouped GEMM, 512 tiles of 360 strips.
+/// Counters: one for each tile of columns and block of rows of a split product.
 const COUNTERS: usize = 256 << 10;
+/// f32 that blocks of `SkinnyGemm` leave to others: a group of 4 strips and 16 columns for each of 256 multiprocessors.
+const JOINS: usize = 1 << 20;
 
 impl Workspace {
-    /// 17 MB of device memory.
+    /// 21 MB of device memory.
     ///
     /// # Errors
     /// `Device` without memory.
     pub fn new(stream: &Stream) -> Result<Self> {
-        Ok(Self { partials: stream.zeros(PARTIALS)?, counters: stream.zeros(COUNTERS)? })
+        let mut joins = stream.zeros(JOINS)?;
+        stream.fill_bytes(joins.view_mut(), 0xff)?;
+        Ok(Self { partials: stream.zeros(PARTIALS)?, counters: stream.zeros(COUNTERS)?, joins })
     }
 }

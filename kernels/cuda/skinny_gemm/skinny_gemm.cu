@@ -12,8 +12,10 @@
 //   warp 16      producer: keeps `stages` units in flight, independent of everything else in the block
 //   warp 17      epilogue: sums the partials in fixed order, adds bias, applies the activation, writes
 //
-// A group cut by the end of a block's part is finished by whoever arrives last: partial sums go through global memory and are added
-// in the order of the blocks. So the order of a sum depends on the matrix, the grid and the number of tiles, never on timing.
+// A group cut by the end of a block's part is finished by the block that begins it: the others, which as a rule come to their part of it
+// first, leave sums in global memory, where no number is also the sign that nothing is there yet. They are added in the order of the
+// blocks, the first one's own last. So the order of a sum depends on the matrix, the grid and the number of tiles, never on timing.
+//
 // The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met.
 //
 // Shared memory: stages; partial sums 8 x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
@@ -27,8 +29,7 @@ struct SkinnyArgs {
     const int4* tiles;           // {expert, first slot, slots, 0}; null: one tile of all `tokens`
     const int32_t* num_tiles;
     const int32_t* gather;       // row of x of a slot; null: the slot itself
-    float4* partials;            // [blocks, 2, 4 strips, NT, 32]
-    uint32_t* counters;          // [groups of all tiles], zero between launches
+    float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
     uint64_t expert_bytes;       // from one expert's matrix to the next
     int32_t tokens;
     int32_t strips;              // of a matrix
@@ -41,14 +42,15 @@ struct SkinnyArgs {
     int32_t stages;
     int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
 };
-static_assert(sizeof(SkinnyArgs) == 120);
+static_assert(sizeof(SkinnyArgs) == 112);
 
 namespace {
 
-constexpr int CONSUMERS = 16, PARTS = CONSUMERS / 2;
-constexpr int THREADS = (CONSUMERS + 2) * 32;
 using packed::GROUP;
 constexpr int MAX_STAGES = 16;
+constexpr int CONSUMERS = 16, PARTS = CONSUMERS / 2;
+constexpr int THREADS = (CONSUMERS + 2) * 32;
+constexpr uint32_t NOTHING = ~0u;  // a NaN that no arithmetic yields
 
 using packed::Epilogue;
 using packed::swiglu;
@@ -121,7 +123,7 @@ __device__ void produce(const SkinnyArgs& args, const Range& range, uint8_t* rin
 // the matrix is zero; columns beyond the tile stay as they are: no sum of another column sees them.
 //
 // A lane moves chunks of 8 values. Few columns: all lanes of a warp on one row. Eight: 4 chunks of each; the four stores of a
-// chunk then go in an order that depends on the column, which spreads a warp's 32 words over the 32 banks.
+// chunk go in an order that depends on the lane, which spreads a warp's 32 words over the 32 banks.
 template <class Format, int NT>
 __device__ void load_activations(const SkinnyArgs& args, const int4& tile, int first_unit, uint4* x) {
     constexpr int IN_FLIGHT = 4;
@@ -132,7 +134,7 @@ __device__ void load_activations(const SkinnyArgs& args, const int4& tile, int f
         const int columns = min(tile.z - n * 8, 8);
         if (columns <= 0) break;
         const int spread = columns == 1 ? 1 : columns == 2 ? 2 : columns <= 4 ? 4 : 8;  // columns a warp covers
-        const int column = lane / 4 % spread, rotation = column / 2;
+        const int column = lane / 4 % spread, rotation = lane / 8;
         const int step = CONSUMERS * 32 / spread;
         const bool used = column < columns;
         const int slot = tile.y + n * 8 + (used ? column : 0);
@@ -172,6 +174,7 @@ __device__ void load_activations(const SkinnyArgs& args, const int4& tile, int f
 template <class Format, int NT>
 __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_t* ring, uint4* x, float4* sums,
                         Barriers& barriers) {
+    constexpr int UNROLL = NT == 1 ? 3 : 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int pair = warp % 2, my_part = warp / 2;
     float acc[2][NT][4] = {};
@@ -194,10 +197,11 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
         const int strips = min(GROUP, args.strips - unit.group * GROUP);
         const uint8_t* low = ring + (stage * GROUP * args.unit_tiles + 2 * pair) * Format::TILE_BYTES;
         ptx::mbarrier_wait(&barriers.full[stage], phase);
-        if (strip < args.strips) {
-#pragma unroll NT == 1 ? 3 : 1
+        const auto multiply = [&](int strips) {
+            const uint8_t* at = low + my_part * strips * Format::TILE_BYTES;
+            int block = first_block + my_part * Format::BLOCKS;
+#pragma unroll UNROLL
             for (int tile = my_part; tile < tiles; tile += PARTS) {
-                const int block = first_block + tile * Format::BLOCKS;
                 uint4 columns[NT][Format::BLOCKS];
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
@@ -208,13 +212,20 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
                 }
 #pragma unroll
                 for (int s = 0; s < 2; ++s) {  // a strip that does not exist yields sums that nobody reads
-                    const auto weights = Format::load(low + (tile * strips + s) * Format::TILE_BYTES, lane);
+                    const auto weights = Format::load(at + s * Format::TILE_BYTES, lane);
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
                         if (n == 0 || n < live) Format::accumulate(weights, columns[n], acc[s][n]);
                     }
                 }
+                at += PARTS * strips * Format::TILE_BYTES;
+                block += PARTS * Format::BLOCKS;
             }
+        };
+        if (strips == GROUP) {
+            multiply(GROUP);  // with constant strides
+        } else if (strip < args.strips) {
+            multiply(strips);
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[stage]);
@@ -244,33 +255,47 @@ __device__ __forceinline__ void add(float4& sum, const float4& term) {
     sum.x += term.x, sum.y += term.y, sum.z += term.z, sum.w += term.w;
 }
 
-// Publishes this block's part of a group. Returns true in the block that arrives last, with the whole sum.
+// Leaves this block's part of a group for the block that begins the group.
 template <int NT>
-__device__ bool join_parts(const SkinnyArgs& args, const Range& range, int group_begin, float4 (&sum)[GROUP][NT]) {
-    const int lane = threadIdx.x % 32;
-    const int first = range.owner(group_begin), last = range.owner(group_begin + args.group_units - 1);
-    uint32_t* counter = args.counters + group_begin / args.group_units;
-    // A block has at most two cut groups: the one it begins in (slot 0), and the one it ends in having begun it (slot 1).
-    const auto slot = [&](int block) { return args.partials + (block * 2 + (block == first)) * GROUP * NT * 32 + lane; };
-    float4* mine = slot(blockIdx.x);
+__device__ void post_part(const SkinnyArgs& args, const float4 (&sum)[GROUP][NT]) {
+    float4* place = args.joins + blockIdx.x * GROUP * NT * 32 + threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < GROUP * NT; ++i) __stcg(mine + i * 32, sum[i / NT][i % NT]);
-    __threadfence();
-    __syncwarp();
-    uint32_t arrived = 0;
-    if (lane == 0) arrived = atomicAdd(counter, 1u);
-    if (__shfl_sync(~0u, arrived, 0) != static_cast<uint32_t>(last - first)) return false;
-    __threadfence();
-    if (lane == 0) *counter = 0;
-#pragma unroll
-    for (int i = 0; i < GROUP * NT; ++i) sum[i / NT][i % NT] = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < GROUP * NT; ++i) ptx::store_relaxed(place + i * 32, sum[i / NT][i % NT]);
+}
+
+// Adds up the parts that other blocks leave, waiting for them. Those blocks run: all blocks of a launch fit the device at once. Loads
+// go out together, those of BLOCKS blocks at a time.
+template <int NT, int BLOCKS>
+__device__ void take_parts(const SkinnyArgs& args, const Range& range, int group_end, float4 (&sum)[GROUP][NT]) {
+    constexpr int COUNT = GROUP * NT;  // of a block
+    const float nothing = __uint_as_float(NOTHING);
+    const int last = range.owner(group_end - 1);
 #pragma unroll 1
-    for (int block = first; block <= last; ++block) {
-        const float4* part = slot(block);
+    for (int first = blockIdx.x + 1; first <= last; first += BLOCKS) {
+        float4* place = args.joins + first * COUNT * 32 + threadIdx.x % 32;
+        const int parts = min(last + 1 - first, BLOCKS) * COUNT;
+        float4 part[BLOCKS * COUNT];
+        bool is_there;
+        do {
+            is_there = true;
 #pragma unroll
-        for (int i = 0; i < GROUP * NT; ++i) add(sum[i / NT][i % NT], __ldcg(part + i * 32));
+            for (int i = 0; i < BLOCKS * COUNT; ++i) {
+                part[i] = make_float4(0, 0, 0, 0);
+                if (i < parts) part[i] = ptx::load_relaxed(place + i * 32);
+            }
+#pragma unroll
+            for (int i = 0; i < BLOCKS * COUNT; ++i) {
+                is_there &= __float_as_uint(part[i].x) != NOTHING && __float_as_uint(part[i].y) != NOTHING &&
+                            __float_as_uint(part[i].z) != NOTHING && __float_as_uint(part[i].w) != NOTHING;
+            }
+        } while (!is_there);
+#pragma unroll
+        for (int i = 0; i < BLOCKS * COUNT; ++i) {
+            if (i >= parts) continue;
+            add(sum[i % COUNT / NT][i % NT], part[i]);
+            ptx::store_relaxed(place + i * 32, make_float4(nothing, nothing, nothing, nothing));
+        }
     }
-    return true;
 }
 
 template <int NT, Epilogue E>
@@ -317,25 +342,29 @@ __device__ void finish(const SkinnyArgs& args, const Range& range, const float4*
                 bias[s] = make_float2(__bfloat162float(expert[row.x]), __bfloat162float(expert[row.y]));
             }
         }
-        ptx::mbarrier_wait(&barriers.sums_full, phase);
+        const bool begins = unit.part == 0;
         float4 sum[GROUP][NT];
 #pragma unroll
-        for (int i = 0; i < GROUP * NT; ++i) {
-            sum[i / NT][i % NT] = sums[i * 32 + lane];
+        for (int i = 0; i < GROUP * NT; ++i) sum[i / NT][i % NT] = make_float4(0, 0, 0, 0);
+        if (begins && group_end > range.end) take_parts<NT, NT == 1 ? 2 : 1>(args, range, group_end, sum);
+        ptx::mbarrier_wait(&barriers.sums_full, phase);
 #pragma unroll
-            for (int part = 1; part < PARTS; ++part) {
+        for (int i = 0; i < GROUP * NT; ++i) {
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
                 add(sum[i / NT][i % NT], sums[(part * GROUP * NT + i) * 32 + lane]);
             }
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&barriers.sums_empty);
-        const bool whole = unit.part == 0 && group_end <= range.end;
-        if (whole || join_parts<NT>(args, range, group_begin, sum)) {
+        if (begins) {
 #pragma unroll
             for (int s = 0; s < GROUP; ++s) {
                 const int strip = unit.group * GROUP + s;
                 if (strip < args.strips) write_strip<NT, E>(args, tile, strip, bias[s], sum[s]);
             }
+        } else {
+            post_part<NT>(args, sum);
         }
         unit.index = group_end;
         unit.next_group(args);
@@ -361,15 +390,18 @@ __device__ void skinny_gemm(const SkinnyArgs& args) {
     }
     __syncthreads();
 
+    // The next kernel may start at once, unless it relies on what this one waits for.
+    const bool late_tiles = args.tiles && !args.early_tiles;
     const int warp = threadIdx.x / 32;
+    if (!late_tiles) ptx::launch_dependents();
     if (warp == CONSUMERS) {
         if (threadIdx.x % 32 != 0) return;
-        if (args.tiles && !args.early_tiles) ptx::grid_dependency_wait();
+        if (late_tiles) ptx::grid_dependency_wait();
         produce<Format>(args, Range(args, args.tiles ? *args.num_tiles : 1), ring, barriers);
         return;
     }
     ptx::grid_dependency_wait();
-    ptx::launch_dependents();
+    if (late_tiles) ptx::launch_dependents();
     const Range range(args, args.tiles ? *args.num_tiles : 1);
     if (warp < CONSUMERS) {
         consume<Format, NT>(args, range, ring, x, sums, barriers);

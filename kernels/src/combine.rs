@@ -1,6 +1,6 @@
 //! Combine: the weighted sum of a token's expert outputs, alone or fused with the residual add and the norm behind it.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -54,6 +54,19 @@ struct Args {
 const _: () = assert!(size_of::<Args>() == 64);
 // SAFETY: the layout of `CombineArgs` in combine.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
+
+/// Kernels by the experts of a token that they have registers for.
+#[derive(Debug)]
+pub(crate) struct Variants {
+    top4: Kernel,
+    top8: Kernel,
+}
+
+impl Variants {
+    pub(crate) fn load(module: &Module) -> Result<Self> {
+        Ok(Self { top4: module.kernel("combine_top4", 0)?, top8: module.kernel("combine_top8", 0)? })
+    }
+}
 
 impl Combine<'_> {
     /// Returns once enqueued. Every slot is below `y`'s rows, which [`Dispatch`](crate::Dispatch) ensures.
@@ -120,6 +133,7 @@ fn launch(
         padding: 0,
     };
     let config = LaunchConfig::linear(tokens as u32, (hidden / 8).next_multiple_of(32) as u32);
+    let kernel = if top <= 4 { &kernels.combine.top4 } else { &kernels.combine.top8 };
     // SAFETY: one block a token and one thread for 8 values; slots are below `tokens * top`, which `y` covers.
-    Ok(unsafe { kernels.combine.launch(stream, config, &args) }?)
+    Ok(unsafe { kernel.launch(stream, config, &args) }?)
 }

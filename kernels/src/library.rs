@@ -3,7 +3,7 @@
 use device::{Device, Kernel, Module};
 
 use crate::error::{KernelError, Result};
-use crate::{all_reduce, decode_attention, prefill_attention, router, sample, skinny_gemm, tile_gemm};
+use crate::{all_reduce, combine, decode_attention, prefill_attention, router, sample, skinny_gemm, tile_gemm};
 
 /// Whether this build contains kernels: nvcc was found when it was made.
 pub const AVAILABLE: bool = cfg!(have_kernels);
@@ -20,7 +20,7 @@ pub struct Kernels {
     pub(crate) multiprocessors: u32,
     pub(crate) all_gather: Kernel,
     pub(crate) all_reduce: all_reduce::Variants,
-    pub(crate) combine: Kernel,
+    pub(crate) combine: combine::Variants,
     pub(crate) decode_attention: Kernel,
     pub(crate) dispatch: Kernel,
     pub(crate) embed: Kernel,
@@ -48,7 +48,7 @@ impl Kernels {
             multiprocessors: device.multiprocessors()?,
             all_gather: module(device, "all_gather")?.kernel("all_gather", 0)?,
             all_reduce: all_reduce::Variants::load(&module(device, "all_reduce")?)?,
-            combine: module(device, "combine")?.kernel("combine", 0)?,
+            combine: combine::Variants::load(&module(device, "combine")?)?,
             decode_attention: module(device, "decode_attention")?
                 .kernel("decode_attention", decode_attention::SHARED_BYTES)?,
             dispatch: module(device, "dispatch")?.kernel("dispatch", 0)?,

@@ -19,16 +19,18 @@ struct CombineArgs {
 };
 static_assert(sizeof(CombineArgs) == 64);
 
-extern "C" __global__ void __launch_bounds__(1024) combine(const __grid_constant__ CombineArgs args) {
-    constexpr int MAX_TOP = 8;
+namespace {
+
+template <int MAX_TOP>
+__device__ void combine(const CombineArgs& args) {
     const int first = threadIdx.x * 8;
     const bool used = first < args.hidden;
     const int64_t at = static_cast<int64_t>(blockIdx.x) * args.hidden + first;
     uint4 norm_weight = make_uint4(0, 0, 0, 0);
     if (used && args.residual) norm_weight = *reinterpret_cast<const uint4*>(args.norm_weight + first);
 
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     float sum[8] = {};
     uint4 y[MAX_TOP];
 #pragma unroll
@@ -75,3 +77,9 @@ extern "C" __global__ void __launch_bounds__(1024) combine(const __grid_constant
         *reinterpret_cast<uint4*>(args.out + at) = ptx::pack8(x);
     }
 }
+
+}  // namespace
+
+// Few registers, so that blocks of the next kernel find room beside it.
+extern "C" __global__ void __maxnreg__(40) combine_top4(const __grid_constant__ CombineArgs args) { combine<4>(args); }
+extern "C" __global__ void __launch_bounds__(1024) combine_top8(const __grid_constant__ CombineArgs args) { combine<8>(args); }

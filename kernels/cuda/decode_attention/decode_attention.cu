@@ -249,8 +249,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
         ptx::fence_barrier_init();
     }
     __syncwarp();
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
 
     State state;
     const Work work = work_of(args, sequence);

@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) dispatch(const __grid_c
     const int begin = min(warp * run, args.pairs), end = min(begin + run, args.pairs);
     __syncthreads();
 
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     for (int i = begin + lane; i < end; i += 32) {
         const int expert = args.experts[i] - args.first_expert;
         if (expert >= 0 && expert < args.num_experts) atomicAdd(&place[warp][expert], 1);

@@ -14,8 +14,8 @@ struct EmbedArgs {
 static_assert(sizeof(EmbedArgs) == 40);
 
 extern "C" __global__ void __launch_bounds__(1024) embed(const __grid_constant__ EmbedArgs args) {
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     const int token = blockIdx.x, named = args.tokens[token];
     const int id = named >= 0 ? named : args.sampled[-1 - named];
     const uint4* from = args.table + static_cast<int64_t>(id) * args.row_words;

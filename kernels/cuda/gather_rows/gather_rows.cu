@@ -13,8 +13,8 @@ struct GatherRowsArgs {
 static_assert(sizeof(GatherRowsArgs) == 40);
 
 extern "C" __global__ void __launch_bounds__(256) gather_rows(const __grid_constant__ GatherRowsArgs args) {
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     const int lane = threadIdx.x % 32, warps = gridDim.x * 8, rows = *args.num_rows;
     for (int slot = blockIdx.x * 8 + threadIdx.x / 32; slot < rows; slot += warps) {
         const uint4* from = args.x + static_cast<int64_t>(args.row[slot]) * args.row_words;

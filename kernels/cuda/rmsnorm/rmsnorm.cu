@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(1024) rmsnorm(const __grid_constant
     uint4 weight = make_uint4(0, 0, 0, 0);
     if (used) weight = *reinterpret_cast<const uint4*>(args.weight + first);
 
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     float x[8] = {};
     if (used) {
         ptx::unpack8(*reinterpret_cast<const uint4*>(args.residual + at), x);

@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(1024) rope_kv(const __grid_constant
     const int half = args.dim / 2, pieces = half / 8, token = blockIdx.x;
     const int head = threadIdx.x / pieces, channel = threadIdx.x % pieces * 8;
     const int heads = args.q_heads + 2 * args.kv_heads;
-    ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    ptx::grid_dependency_wait();
     if (head >= heads) return;
     const int position = args.position[token];
     const __nv_bfloat16* in = args.qkv + (static_cast<int64_t>(token) * heads + head) * args.dim + channel;

@@ -5,11 +5,13 @@
 //! launch), so the time is that of a kernel among others. *share* is bytes a microsecond over the copy rate (bytes read plus bytes
 //! written) measured in the same run. Bytes are those that must be moved: each operand once.
 
+#![allow(unsafe_code)] // one launch is unsafe: it addresses memory that others share
 #![allow(clippy::unwrap_used)] // an error here ends the measurement, and its text is all that anyone wants
 
 mod all_reduce;
 mod decode_attention;
 mod harness;
+mod kv_move;
 mod prefill_attention;
 mod skinny_gemm;
 mod tile_gemm;
@@ -25,7 +27,7 @@ fn main() {
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
     // `cargo bench -p kernels -- skinny` runs the sections whose name contains `skinny`.
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let sections: [Section; 8] = [
+    let sections: [Section; 9] = [
         ("token_wise", token_wise::run),
         ("skinny_dense", skinny_gemm::dense),
         ("skinny_experts", skinny_gemm::experts),
@@ -34,6 +36,7 @@ fn main() {
         ("decode_attention", decode_attention::run),
         ("prefill_attention", prefill_attention::run),
         ("all_reduce", all_reduce::run),
+        ("kv_move", kv_move::run),
     ];
     sections.iter().filter(|(name, _)| name.contains(&wanted)).for_each(|(_, run)| run(&mut bench));
 }

@@ -69,7 +69,7 @@ impl Kernels {
     }
 }
 
-fn module(device: &Device, operation: &str) -> Result<Module> {
+pub(crate) fn module(device: &Device, operation: &str) -> Result<Module> {
     let image = IMAGES.iter().find(|(name, _)| *name == operation).ok_or(KernelError::NotBuilt)?;
     Ok(Module::load(device, image.1)?)
 }

@@ -3,6 +3,7 @@
 //! Without a GPU, or in a build without nvcc, each test says that it was skipped and passes. Outputs are poisoned before each
 //! run, so an element that a kernel does not write is a NaN and fails.
 
+#![allow(unsafe_code)] // one launch is unsafe: it addresses memory that others share
 #![allow(clippy::unwrap_used)] // helpers of tests fail as tests do
 
 mod combine;
@@ -10,6 +11,7 @@ mod decode_attention;
 mod dispatch;
 mod embed;
 mod gpu;
+mod kv_move;
 mod mxfp4;
 mod peers;
 mod prefill_attention;

@@ -106,6 +106,17 @@ impl Device {
         self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
     }
 
+    /// What tells this GPU from every other one, in whatever order a process sees them.
+    ///
+    /// # Errors
+    /// `Driver` if the driver will not say.
+    pub fn uuid(&self) -> Result<[u8; 16]> {
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: a plain out-pointer and a device that `open` obtained.
+        check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, self.shared.device) })?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
+    }
+
     /// Bytes of device memory: (free now, in total).
     ///
     /// # Errors

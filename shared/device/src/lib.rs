@@ -20,6 +20,7 @@ mod module;
 pub mod nccl;
 mod peer;
 mod pinned;
+mod shared_memory;
 mod stream;
 mod tensor_map;
 
@@ -32,5 +33,6 @@ pub use memory::{DeviceBuffer, DevicePtr, DevicePtrMut, View, ViewMut};
 pub use module::{Kernel, KernelArgs, LaunchConfig, Module};
 pub use peer::{HostWords, PeerBuffer};
 pub use pinned::{Landing, PinnedBuffer};
+pub use shared_memory::{IpcHandle, SharedMemory};
 pub use stream::{Event, Stream};
 pub use tensor_map::{Swizzle, TensorMap};

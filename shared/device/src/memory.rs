@@ -48,6 +48,10 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(Self { allocation, len, element: PhantomData })
     }
 
+    pub(crate) const fn allocation(&self) -> &Arc<Allocation> {
+        &self.allocation
+    }
+
     /// Number of elements.
     #[must_use]
     pub const fn len(&self) -> usize {

@@ -44,6 +44,15 @@ impl<T: Pod> PinnedBuffer<T> {
     }
 }
 
+impl<T> PinnedBuffer<T> {
+    /// The address at which kernels reach it, over the bus. A kernel that does so must have ended before the buffer is touched or dropped.
+    #[must_use]
+    pub fn device_address(&self) -> u64 {
+        // With unified addressing, which every device of compute capability 9.0 has, it is the host's.
+        self.ptr.as_ptr() as u64
+    }
+}
+
 impl<T> Deref for PinnedBuffer<T> {
     type Target = [T];
 

@@ -21,6 +21,53 @@ pub struct TransferConfig {
     pub in_flight_bytes_max: u32,
     /// Tickets that a receiver keeps open at once.
     pub tickets_max: usize,
+    /// How KV travels: `auto`, `host`, `ipc` or `nccl`. Both sides must agree, or one be `auto`.
+    pub transport: TransportChoice,
+    /// To open a data path between devices, and to measure it.
+    pub setup_timeout_ms: u64,
+    /// KV bytes that a device moves at a time; a multiple of what a page holds in one layer.
+    pub batch_bytes_max: u32,
+    /// Thread blocks that copy between pages and staging: each takes a multiprocessor from the step that runs beside it.
+    pub copy_blocks: u32,
+    /// Multiprocessors that NCCL may take for one transfer.
+    pub nccl_max_ctas: u32,
+    /// One in so many batches between devices has its checksums compared: 1 all, 0 none. (Parts in frames always have.)
+    pub checksum_every: u32,
+    /// Two GPUs between which less comes through are not used: something is not as it should be (see `docs/gpu.md`).
+    pub min_gb_per_s: u32,
+    /// Use them all the same, with a warning.
+    pub allow_slow: bool,
+}
+
+/// How KV travels between two workers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TransportChoice {
+    /// By NCCL between GPUs, by CUDA IPC on one GPU or where NCCL is missing, else through host memory.
+    #[default]
+    Auto,
+    /// Through host memory and the lane's own connection.
+    Host,
+    /// By CUDA IPC: the receiver copies out of the sender's memory.
+    Ipc,
+    /// By NCCL; on one GPU, which NCCL does not connect with itself, by CUDA IPC.
+    Nccl,
+}
+
+impl TransportChoice {
+    /// All of them; the position is the code on the wire.
+    pub(crate) const ALL: [Self; 4] = [Self::Auto, Self::Host, Self::Ipc, Self::Nccl];
+}
+
+impl std::fmt::Display for TransportChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Host => "host",
+            Self::Ipc => "ipc",
+            Self::Nccl => "nccl",
+        })
+    }
 }
 
 impl Default for TransferConfig {
@@ -33,6 +80,14 @@ impl Default for TransferConfig {
             stall_timeout_ms: 5_000,
             in_flight_bytes_max: 256 << 20,
             tickets_max: 1_024,
+            transport: TransportChoice::Auto,
+            setup_timeout_ms: 30_000,
+            batch_bytes_max: 16 << 20,
+            copy_blocks: 16,
+            nccl_max_ctas: 4,
+            checksum_every: 16,
+            min_gb_per_s: 100,
+            allow_slow: false,
         }
     }
 }
@@ -44,6 +99,7 @@ impl TransferConfig {
     /// The name of the field and what is allowed.
     pub fn validate(&self) -> Result<(), String> {
         let millis = [
+            ("setup_timeout_ms", self.setup_timeout_ms),
             ("connect_timeout_ms", self.connect_timeout_ms),
             ("ping_interval_ms", self.ping_interval_ms),
             ("ack_timeout_ms", self.ack_timeout_ms),
@@ -64,11 +120,22 @@ impl TransferConfig {
         if self.tickets_max == 0 {
             return Err("tickets_max is 0, at least 1 is needed".into());
         }
+        if !(4 << 10..=1 << 28).contains(&self.batch_bytes_max) {
+            return Err(format!("batch_bytes_max is {}, allowed is 4096 to {}", self.batch_bytes_max, 1 << 28));
+        }
+        let blocks = [("copy_blocks", self.copy_blocks), ("nccl_max_ctas", self.nccl_max_ctas)];
+        if let Some((field, value)) = blocks.into_iter().find(|(_, value)| !(1..=64).contains(value)) {
+            return Err(format!("{field} is {value}, allowed is 1 to 64"));
+        }
         Ok(())
     }
 
     pub(crate) fn connect_timeout(&self) -> Duration {
         Duration::from_millis(self.connect_timeout_ms)
+    }
+
+    pub(crate) fn setup_timeout(&self) -> Duration {
+        Duration::from_millis(self.setup_timeout_ms)
     }
 
     pub(crate) fn ping_interval(&self) -> Duration {

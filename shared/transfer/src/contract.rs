@@ -6,6 +6,7 @@
 //!  connect(address, peer) ── HELLO/WELCOME ──►     layouts and incarnations compared, once a lane
 //!  begin(ticket)          ── BEGIN/ACCEPTED ─►     Arrival::Begin; GONE if it was not posted, or is over
 //!  reserve(bytes), part.. ── PART, any order ─►    Arrival::Part, checksum verified
+//!     or, between devices: pages.. ── BATCH ─►     land(ticket, tables), then Arrival::Landed: written, checksums compared by samples
 //!  commit(first token)    ── COMMIT ─────────►     Arrival::Commit; answered COMMITTED or ABORT
 //!  abort(reason)          ── ABORT ──────────►     Arrival::Ended(Aborted)
 //!                         ◄── ABORT ──────────     revoke(ticket, reason), then Arrival::Ended(Revoked)
@@ -22,16 +23,18 @@
 //! 6. At most `in_flight_bytes_max` bytes wait in a lane, and every wait ends within the bound that the config states.
 //! 7. The end of a connection ends every ticket on it, on both sides.
 //!
-//! The data path may be apart from control: an implementation over NCCL answers BEGIN when its receives can be posted, announces each batch
-//! of parts by a control record, and lets the receiver post exactly those receives, so that no receive waits for a prefill to compute.
+//! Where the caches of both sides are on devices, the lane's frames only announce what a data path beside them moves: see
+//! [`data`](crate::data). What is handed over are then pages, not bytes, and the transport itself writes them to where [`ReceiveTransport::land`]
+//! says; everything else is the same.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use kv::KvSlice;
-use types::{KvLayout, PeerId, TicketId, TokenId};
+use kv::{KvSlice, PageTables};
+use types::{KvLayout, PageId, PeerId, TicketId, TokenId};
 
+use crate::data::DataError;
 use crate::error::{AbortReason, LossCause, TransferError};
 
 /// One slice of KV on its way, with the checksum that its producer computed.
@@ -82,10 +85,10 @@ pub struct Receipt {
 
 /// Prefill's side: opens lanes.
 pub trait SendTransport: Send + Sync {
-    /// Connects to `peer` and compares layouts. Bounded by `connect_timeout_ms`.
+    /// Connects to `peer` and compares layouts, bounded by `connect_timeout_ms`; then opens the data path, bounded by `setup_timeout_ms`.
     ///
     /// # Errors
-    /// `Unreachable`, `WrongPeer`, `Version`, `Layout`, `PeerLost`.
+    /// `Unreachable`, `WrongPeer`, `Version`, `Layout`, `Transport`, `DataPath`, `PeerLost`.
     fn connect<'a>(
         &'a self,
         address: &'a str,
@@ -111,6 +114,15 @@ pub trait SendLane: Send + Sync {
     fn close(&self);
 }
 
+/// What a lane carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Carries {
+    /// Parts, in the lane's own frames: [`SendTicket::part`].
+    Bytes,
+    /// Pages, which the transport reads from the cache: [`SendTicket::pages`].
+    Pages,
+}
+
 /// The sending half of one ticket. Dropping it before [`SendTicket::commit`] or [`SendTicket::abort`] has ended aborts the ticket, without waiting.
 pub trait SendTicket: Send + Sync {
     /// The ticket.
@@ -133,6 +145,16 @@ pub trait SendTicket: Send + Sync {
     /// # Errors
     /// `NoRoom`; `Gone`, `AbortedByPeer`, `PeerLost` once the ticket is over.
     fn part(&self, part: Part) -> Result<(), TransferError>;
+
+    /// What its lane carries.
+    fn carries(&self) -> Carries;
+
+    /// Hands over slices by their pages in the cache of this side's `rank`, out of the room set aside. Returns when they have been read and the
+    /// pages may change; waits for that copy, and for nothing of the peer.
+    ///
+    /// # Errors
+    /// As [`SendTicket::part`]; `DataPath` if the lane carries bytes, or the copy fails.
+    fn pages(&self, rank: u32, slices: &[(KvSlice, PageId)]) -> Result<(), TransferError>;
 
     /// How the ticket ended at the other side, as soon as it did.
     fn ended(&self) -> Option<TransferError>;
@@ -157,6 +179,10 @@ pub trait ReceiveTransport: Send + Sync {
     /// # Errors
     /// `Duplicate`, `TooManyTickets`.
     fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError>;
+
+    /// Says where the slices of a ticket go, once its sender has begun. Until then the transport writes nothing; one that hands over bytes does not
+    /// need it. Never blocks.
+    fn land(&self, ticket: TicketId, tables: &PageTables);
 
     /// Takes the acceptance back. Never blocks.
     fn revoke(&self, ticket: TicketId, reason: AbortReason) -> Revoked;
@@ -202,6 +228,13 @@ pub enum ArrivalEvent {
         /// The bytes.
         bytes: Bytes,
     },
+    /// Slices that the transport has written to their pages, for every step that is launched from now on.
+    Landed {
+        /// What the bytes are.
+        slices: Vec<KvSlice>,
+        /// How many bytes.
+        bytes: usize,
+    },
     /// Terminal: the sender sent all it has.
     Commit {
         /// The token to go on from.
@@ -244,6 +277,9 @@ pub enum EndCause {
         /// Parts that arrived.
         received: u32,
     },
+    /// The data path failed at this side.
+    #[error("kv cannot be moved: {0}")]
+    DataPath(DataError),
     /// The connection is gone.
     #[error("sender lost: {0}")]
     Lost(LossCause),
@@ -259,6 +295,7 @@ impl EndCause {
             Self::Corrupt { .. } => "corrupt",
             Self::Malformed { .. } => "malformed",
             Self::PartsMissing { .. } => "parts_missing",
+            Self::DataPath(_) => "data_path",
             Self::Lost(cause) => cause.name(),
         }
     }

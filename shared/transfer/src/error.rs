@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use types::{Classify, ErrorClass, Incarnation, KvLayoutMismatch, PeerId, TicketId};
 
+use crate::data::{DataError, TransportMismatch};
 use crate::frame::FrameError;
 
 /// Why one side gave a ticket up; travels in the ABORT record.
@@ -138,6 +139,24 @@ pub enum TransferError {
         #[source]
         mismatch: KvLayoutMismatch,
     },
+    /// The two configs exclude each other, or one asks for what is not there.
+    #[error("{peer}: {mismatch}")]
+    Transport {
+        /// The peer.
+        peer: PeerId,
+        /// Both choices, and what does not fit.
+        #[source]
+        mismatch: TransportMismatch,
+    },
+    /// The path between the devices cannot be opened or used.
+    #[error("kv data path to {peer}: {cause}")]
+    DataPath {
+        /// The peer.
+        peer: PeerId,
+        /// What the system says.
+        #[source]
+        cause: DataError,
+    },
     /// The connection is gone, and with it every transfer on it.
     #[error("peer {peer} lost: {cause}")]
     PeerLost {
@@ -216,6 +235,8 @@ impl TransferError {
             Self::WrongPeer { .. } => "wrong_peer",
             Self::Version { .. } => "version",
             Self::Layout { .. } => "layout",
+            Self::Transport { .. } => "transport",
+            Self::DataPath { .. } => "data_path",
             Self::PeerLost { cause, .. } => cause.name(),
             Self::Gone { .. } => "gone",
             Self::AbortedByPeer { reason, .. } => reason.name(),
@@ -245,13 +266,16 @@ impl Classify for TransferError {
             Self::Unreachable { .. }
             | Self::WrongPeer { .. }
             | Self::PeerLost { .. }
+            | Self::DataPath { .. }
             | Self::Gone { .. }
             | Self::AbortedByPeer { .. }
             | Self::Timeout { .. } => ErrorClass::Retryable,
             Self::GivenUp { .. } => ErrorClass::Cancelled,
             Self::TooManyTickets { .. } => ErrorClass::Overloaded,
             Self::Duplicate { .. } => ErrorClass::Caller,
-            Self::Version { .. } | Self::Layout { .. } | Self::NoRoom { .. } => ErrorClass::Fatal,
+            Self::Version { .. } | Self::Layout { .. } | Self::Transport { .. } | Self::NoRoom { .. } => {
+                ErrorClass::Fatal
+            }
         }
     }
 }

@@ -10,9 +10,10 @@ use std::time::Duration;
 use bytes::BytesMut;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use types::{PeerId, TicketId};
+use kv::KvSlice;
+use types::{PageId, PeerId, TicketId};
 
-use crate::contract::{FirstToken, Part, Receipt, SendLane, SendTicket, SendTransport};
+use crate::contract::{Carries, FirstToken, Part, Receipt, SendLane, SendTicket, SendTransport};
 use crate::error::{AbortReason, LossCause, TransferError};
 
 /// How often each fault strikes, per mille of the occasions.
@@ -224,6 +225,19 @@ impl SendTicket for FaultyTicket {
             return self.inner.ended().map_or(Ok(()), Err);
         }
         self.inner.part(part)
+    }
+
+    fn carries(&self) -> Carries {
+        self.inner.carries()
+    }
+
+    /// Whole: what a data path moves is damaged by decorating that.
+    fn pages(&self, rank: u32, slices: &[(KvSlice, PageId)]) -> Result<(), TransferError> {
+        let Dice { plan, counts, .. } = &*self.dice;
+        if self.dice.strikes(plan.disconnect, &counts.disconnect) {
+            self.lane.close();
+        }
+        self.inner.pages(rank, slices)
     }
 
     fn ended(&self) -> Option<TransferError> {

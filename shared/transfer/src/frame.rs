@@ -8,23 +8,26 @@
 //!
 //! The parser is total: it takes any bytes, from a peer that is broken or hostile, and answers with a frame, a need for more, or an error.
 
-use bytes::{Buf, BufMut, Bytes, BytesMut};
-use kv::KvSlice;
-use types::{Incarnation, KvDtype, KvLayout, PageGroup, PeerId, TicketId, WorkerId};
+mod fields;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use types::{KvLayout, PeerId, TicketId};
 
 use crate::contract::{FirstToken, Part};
+use crate::data::{Batch, DataOffer, PairRate};
 use crate::error::AbortReason;
+use fields::{Fields, put_batch, put_layout, put_offer, put_peer, put_rate, put_slice};
 
 /// Version of the protocol; both sides must have the same.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 const MAGIC: u16 = u16::from_le_bytes(*b"KV");
 const PREFIX_LEN: usize = 10;
 const CRC_LEN: usize = 4;
-/// Longest worker name on the wire, in bytes.
-const MAX_NAME_LEN: usize = 256;
-/// Most layers of one group on the wire.
-const MAX_LAYERS: usize = 1024;
+/// Longest SETUP, in bytes.
+const MAX_SETUP_LEN: usize = 1 << 20;
+/// Longest reason of a refusal, in bytes.
+const MAX_REASON_LEN: usize = 1024;
 
 /// One message.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,6 +40,8 @@ pub enum Frame {
         receiver: PeerId,
         /// The sender's layout.
         layout: KvLayout,
+        /// What it can do beside frames.
+        offer: DataOffer,
     },
     /// The receiver's answer to HELLO. The sender finds out from it what is wrong when it was not accepted.
     Welcome {
@@ -46,13 +51,25 @@ pub enum Frame {
         layout: KvLayout,
         /// Whether the lane is open.
         accepted: bool,
+        /// What it can do beside frames.
+        offer: DataOffer,
     },
+    /// What the receiver must know to open the data path; follows WELCOME where there is one.
+    Setup(Bytes),
+    /// The data path is open, and so fast.
+    Opened(Vec<PairRate>),
+    /// The data path cannot be opened.
+    Refused(String),
     /// Opens a ticket.
     Begin(TicketId),
     /// The ticket is open: parts may follow.
     Accepted(TicketId),
     /// A slice of KV.
     Part(TicketId, Part),
+    /// Slices of KV that lie in the sender's staging.
+    Batch(Batch),
+    /// Nothing of the batch is read any more.
+    Landed(u64),
     /// No part follows; carries the first token.
     Commit {
         /// The ticket.
@@ -126,6 +143,11 @@ impl Frame {
     const ABORTED: u8 = 9;
     const GONE: u8 = 10;
     const PING: u8 = 11;
+    const SETUP: u8 = 12;
+    const OPENED: u8 = 13;
+    const REFUSED: u8 = 14;
+    const BATCH: u8 = 15;
+    const LANDED: u8 = 16;
 
     /// The frame's name in errors.
     #[must_use]
@@ -142,6 +164,11 @@ impl Frame {
             Self::Aborted(_) => "ABORTED",
             Self::Gone(_) => "GONE",
             Self::Ping => "PING",
+            Self::Setup(_) => "SETUP",
+            Self::Opened(_) => "OPENED",
+            Self::Refused(_) => "REFUSED",
+            Self::Batch(_) => "BATCH",
+            Self::Landed(_) => "LANDED",
         }
     }
 
@@ -166,18 +193,20 @@ impl Frame {
         let mut payload = Bytes::new();
         let ticket_only = |out: &mut BytesMut, ticket: &TicketId| out.put_u128_le(ticket.0);
         let kind = match self {
-            Self::Hello { sender, receiver, layout } => {
+            Self::Hello { sender, receiver, layout, offer } => {
                 out.put_u16_le(VERSION);
                 put_peer(out, sender);
                 put_peer(out, receiver);
                 put_layout(out, layout);
+                put_offer(out, offer);
                 Self::HELLO
             }
-            Self::Welcome { receiver, layout, accepted } => {
+            Self::Welcome { receiver, layout, accepted, offer } => {
                 out.put_u16_le(VERSION);
                 put_peer(out, receiver);
                 put_layout(out, layout);
                 out.put_u8(u8::from(*accepted));
+                put_offer(out, offer);
                 Self::WELCOME
             }
             Self::Part(ticket, part) => {
@@ -207,6 +236,21 @@ impl Frame {
             Self::Aborted(ticket) => (ticket_only(out, ticket), Self::ABORTED).1,
             Self::Gone(ticket) => (ticket_only(out, ticket), Self::GONE).1,
             Self::Ping => Self::PING,
+            Self::Setup(setup) => {
+                payload = setup.clone();
+                Self::SETUP
+            }
+            Self::Opened(rates) => {
+                out.put_u16_le(u16::try_from(rates.len()).expect("pairs are bounded by the ranks of an offer"));
+                rates.iter().for_each(|rate| put_rate(out, rate));
+                Self::OPENED
+            }
+            Self::Refused(reason) => {
+                payload = Bytes::copy_from_slice(&reason.as_bytes()[..reason.floor_char_boundary(MAX_REASON_LEN)]);
+                Self::REFUSED
+            }
+            Self::Batch(batch) => (put_batch(out, batch), Self::BATCH).1,
+            Self::Landed(id) => (out.put_u64_le(*id), Self::LANDED).1,
         };
         (kind, payload)
     }
@@ -233,7 +277,12 @@ impl Frame {
         if crc32fast::hash(checked).to_le_bytes() != crc {
             return Err(FrameError::HeaderCrc);
         }
-        let max = if kind == Self::PART { max_payload } else { 0 };
+        let max = match kind {
+            Self::PART => max_payload,
+            Self::SETUP => MAX_SETUP_LEN,
+            Self::REFUSED => MAX_REASON_LEN,
+            _ => 0,
+        };
         if payload_len > max {
             return Err(FrameError::PayloadTooLong { len: payload_len, max });
         }
@@ -254,11 +303,13 @@ impl Frame {
         Ok(match kind {
             Self::HELLO => {
                 fields.version()?;
-                Self::Hello { sender: fields.peer()?, receiver: fields.peer()?, layout: fields.layout()? }
+                let (sender, receiver, layout) = (fields.peer()?, fields.peer()?, fields.layout()?);
+                Self::Hello { sender, receiver, layout, offer: fields.offer()? }
             }
             Self::WELCOME => {
                 fields.version()?;
-                Self::Welcome { receiver: fields.peer()?, layout: fields.layout()?, accepted: fields.flag("accepted")? }
+                let (receiver, layout) = (fields.peer()?, fields.layout()?);
+                Self::Welcome { receiver, layout, accepted: fields.flag("accepted")?, offer: fields.offer()? }
             }
             Self::BEGIN => Self::Begin(fields.ticket()?),
             Self::ACCEPTED => Self::Accepted(fields.ticket()?),
@@ -285,136 +336,12 @@ impl Frame {
             Self::ABORTED => Self::Aborted(fields.ticket()?),
             Self::GONE => Self::Gone(fields.ticket()?),
             Self::PING => Self::Ping,
+            Self::SETUP => Self::Setup(payload),
+            Self::OPENED => Self::Opened(fields.rates()?),
+            Self::REFUSED => Self::Refused(String::from_utf8_lossy(&payload).into_owned()),
+            Self::BATCH => Self::Batch(fields.batch()?),
+            Self::LANDED => Self::Landed(fields.u64("batch")?),
             other => return Err(FrameError::Kind(other)),
-        })
-    }
-}
-
-fn put_peer(out: &mut BytesMut, peer: &PeerId) {
-    let name = peer.worker.0.as_bytes();
-    assert!(name.len() <= MAX_NAME_LEN, "worker names are checked when the config is read");
-    out.put_u16_le(name.len() as u16);
-    out.put_slice(name);
-    out.put_u64_le(peer.incarnation.0);
-}
-
-fn put_layout(out: &mut BytesMut, layout: &KvLayout) {
-    for group in PageGroup::ALL {
-        let layers = layout.layers(group);
-        assert!(layers.len() <= MAX_LAYERS, "no model has so many layers");
-        out.put_u16_le(layers.len() as u16);
-        layers.iter().for_each(|layer| out.put_u32_le(*layer));
-    }
-    for field in [layout.kv_heads, layout.head_dim, layout.page_tokens, layout.window, layout.tp] {
-        out.put_u32_le(field);
-    }
-    out.put_u8(match layout.dtype {
-        KvDtype::F32 => 0,
-        KvDtype::Bf16 => 1,
-    });
-}
-
-fn put_slice(out: &mut BytesMut, slice: &KvSlice) {
-    out.put_u8(match slice.group {
-        PageGroup::Full => 0,
-        PageGroup::Window => 1,
-    });
-    for field in [slice.layer, slice.page, slice.head_start, slice.head_count] {
-        out.put_u32_le(field);
-    }
-}
-
-/// Reads fields off a header; every read is checked against what is left.
-struct Fields<'a> {
-    rest: &'a [u8],
-}
-
-impl Fields<'_> {
-    fn need(&self, len: usize, field: &'static str) -> Result<(), FrameError> {
-        if self.rest.len() < len { Err(FrameError::Field(field)) } else { Ok(()) }
-    }
-
-    fn u8(&mut self, field: &'static str) -> Result<u8, FrameError> {
-        self.need(1, field)?;
-        Ok(self.rest.get_u8())
-    }
-
-    fn u16(&mut self, field: &'static str) -> Result<u16, FrameError> {
-        self.need(2, field)?;
-        Ok(self.rest.get_u16_le())
-    }
-
-    fn u32(&mut self, field: &'static str) -> Result<u32, FrameError> {
-        self.need(4, field)?;
-        Ok(self.rest.get_u32_le())
-    }
-
-    fn flag(&mut self, field: &'static str) -> Result<bool, FrameError> {
-        match self.u8(field)? {
-            0 => Ok(false),
-            1 => Ok(true),
-            _ => Err(FrameError::Field(field)),
-        }
-    }
-
-    fn version(&mut self) -> Result<(), FrameError> {
-        match self.u16("version")? {
-            VERSION => Ok(()),
-            other => Err(FrameError::Version(other)),
-        }
-    }
-
-    fn ticket(&mut self) -> Result<TicketId, FrameError> {
-        self.need(16, "ticket")?;
-        Ok(TicketId(self.rest.get_u128_le()))
-    }
-
-    fn peer(&mut self) -> Result<PeerId, FrameError> {
-        let len = usize::from(self.u16("worker")?);
-        if len > MAX_NAME_LEN {
-            return Err(FrameError::Field("worker"));
-        }
-        self.need(len + 8, "worker")?;
-        let (name, rest) = self.rest.split_at(len);
-        self.rest = rest;
-        let name = std::str::from_utf8(name).map_err(|_| FrameError::Field("worker"))?;
-        Ok(PeerId { worker: WorkerId(name.into()), incarnation: Incarnation(self.rest.get_u64_le()) })
-    }
-
-    fn layers(&mut self, field: &'static str) -> Result<Vec<u32>, FrameError> {
-        let len = usize::from(self.u16(field)?);
-        if len > MAX_LAYERS {
-            return Err(FrameError::Field(field));
-        }
-        (0..len).map(|_| self.u32(field)).collect()
-    }
-
-    fn layout(&mut self) -> Result<KvLayout, FrameError> {
-        let full_layers = self.layers("full_layers")?;
-        let window_layers = self.layers("window_layers")?;
-        let (kv_heads, head_dim) = (self.u32("kv_heads")?, self.u32("head_dim")?);
-        let (page_tokens, window) = (self.u32("page_tokens")?, self.u32("window")?);
-        let tp = self.u32("tp")?;
-        let dtype = match self.u8("dtype")? {
-            0 => KvDtype::F32,
-            1 => KvDtype::Bf16,
-            _ => return Err(FrameError::Field("dtype")),
-        };
-        Ok(KvLayout { full_layers, window_layers, kv_heads, head_dim, page_tokens, window, dtype, tp })
-    }
-
-    fn slice(&mut self) -> Result<KvSlice, FrameError> {
-        let group = match self.u8("group")? {
-            0 => PageGroup::Full,
-            1 => PageGroup::Window,
-            _ => return Err(FrameError::Field("group")),
-        };
-        Ok(KvSlice {
-            group,
-            layer: self.u32("layer")?,
-            page: self.u32("page")?,
-            head_start: self.u32("head_start")?,
-            head_count: self.u32("head_count")?,
         })
     }
 }

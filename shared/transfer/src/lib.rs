@@ -4,19 +4,22 @@
 //! is over. Must not know: schedulers, page tables, engines, gRPC, or where sockets come from (they are handed in as streams).
 //!
 //! Start with [`contract`]: the life of a ticket as both sides see it. [`host`] is the implementation over byte streams,
-//! [`fault`] a decorator that injects faults, [`lanes`] keeps one connection for each peer.
+//! [`data`] what may lie beside it, [`fault`] a decorator that injects faults, [`lanes`] keeps one connection for each peer.
 
 pub mod config;
 pub mod contract;
+pub mod data;
+#[cfg(feature = "cuda")]
+pub mod device;
 pub mod error;
 pub mod fault;
 pub mod frame;
 pub mod host;
 pub mod lanes;
 
-pub use config::TransferConfig;
+pub use config::{TransferConfig, TransportChoice};
 pub use contract::{
-    Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, CommitReply, EndCause, FirstToken, Part, Receipt,
+    Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, Carries, CommitReply, EndCause, FirstToken, Part, Receipt,
     ReceiveTransport, Revoked, SendLane, SendTicket, SendTransport, SinkClosed,
 };
 pub use error::{AbortReason, LossCause, TransferError};

@@ -1,20 +1,31 @@
-//! The `host` transport: frames over byte streams. For the CPU engine, and the fallback for devices that cannot reach each other.
+//! Lanes of frames over byte streams. By themselves they are the `host` transport, for the CPU engine and for devices that cannot reach each
+//! other; with a [data path](crate::data) beside them the frames only announce what that one moves.
 //!
 //! The receiver itself writes what arrives into its pages, so its fence is plain: no arrival, no write. It still asks the sender to
 //! acknowledge an ABORT before it says so, as transports must whose peers write into our memory.
 
+mod data_connection;
 mod frame_io;
+mod lane;
+mod posted;
 mod receiver;
 mod sender;
+mod staging;
+mod ticket;
 
 use std::io;
 
 use futures_util::future::BoxFuture;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::oneshot;
 use types::KvLayout;
+
+use crate::data::DataError;
 
 pub use receiver::HostReceiver;
 pub use sender::HostSender;
+#[cfg(feature = "cuda")]
+pub(crate) use staging::staging_bytes;
 
 /// A connected byte stream.
 pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -33,4 +44,15 @@ pub trait Connector: Send + Sync {
 /// The largest part that a layout allows: all heads of one layer in one page.
 fn max_part_bytes(layout: &KvLayout) -> usize {
     (layout.kv_heads as usize).saturating_mul(layout.head_bytes())
+}
+
+/// Runs what blocks on a thread of its own, which is left to itself when nobody waits for it any more.
+async fn on_thread<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> Result<T, DataError> + Send + 'static,
+) -> Result<T, DataError> {
+    let (outcome, done) = oneshot::channel();
+    let thread = std::thread::Builder::new().name(name.into()).spawn(move || drop(outcome.send(work())));
+    thread.map_err(|error| DataError(format!("cannot start thread {name}: {error}")))?;
+    done.await.unwrap_or_else(|_| Err(DataError(format!("thread {name} panicked"))))
 }

@@ -10,10 +10,12 @@ use proptest::prelude::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use transfer::data::DataOffer;
 use transfer::frame::{Decoded, Frame};
 use transfer::host::{Connector, HostSender, Stream};
 use transfer::{
     AbortReason, ArrivalEvent, EndCause, Lanes, LossCause, ReceiveTransport, Revoked, SendTransport, TransferError,
+    TransportChoice,
 };
 use types::TicketId;
 
@@ -38,8 +40,12 @@ async fn write(stream: &mut DuplexStream, frame: &Frame) {
     stream.write_all(&frame.encode().0).await.unwrap();
 }
 
+fn on_host() -> DataOffer {
+    DataOffer::host_only(TransportChoice::Auto)
+}
+
 fn welcome() -> Frame {
-    Frame::Welcome { receiver: World::decode_peer(), layout: layout(4), accepted: true }
+    Frame::Welcome { receiver: World::decode_peer(), layout: layout(4), accepted: true, offer: on_host() }
 }
 
 #[tokio::test(start_paused = true)]
@@ -85,14 +91,19 @@ async fn a_peer_that_never_greets_is_unreachable() {
 /// A sender that is alive but never acknowledges an ABORT: its connection is cut, and only then the ticket is over.
 #[tokio::test(start_paused = true)]
 async fn an_unanswered_revocation_cuts_the_connection() {
-    let mut world = support::over_pipe(Options::default()).await;
+    let mut world = support::piped(Options::default()).await;
     let (mut played, theirs) = tokio::io::duplex(1 << 16);
     let (receiver, stop) = (Arc::clone(&world.receiver), CancellationToken::new());
     let tasks = TaskTracker::new();
     tasks.spawn(async move { receiver.serve(Box::new(theirs), stop).await });
     let ticket = TicketId(1);
     world.receiver.post(ticket, &World::prefill_peer()).unwrap();
-    let hello = Frame::Hello { sender: World::prefill_peer(), receiver: World::decode_peer(), layout: layout(1) };
+    let hello = Frame::Hello {
+        sender: World::prefill_peer(),
+        receiver: World::decode_peer(),
+        layout: layout(1),
+        offer: on_host(),
+    };
     write(&mut played, &hello).await;
     write(&mut played, &Frame::Begin(ticket)).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
@@ -112,7 +123,7 @@ async fn an_unanswered_revocation_cuts_the_connection() {
 
 #[tokio::test]
 async fn lanes_are_shared_and_replaced() {
-    let world = support::over_pipe(Options::default()).await;
+    let world = support::piped(Options::default()).await;
     let lanes = Lanes::new(Arc::from(world.sender), &quick());
     let decode = World::decode_peer();
     let first = lanes.lane("pipe", &decode).await.unwrap();
@@ -130,15 +141,15 @@ proptest! {
 
     /// Whatever a peer says, before or after a proper greeting, the receiver closes the connection and lives.
     #[test]
-    fn the_receiver_survives_any_bytes(greet in any::<bool>(), bytes in prop::collection::vec(any::<u8>(), 0..600), kind in 0_u8..14) {
+    fn the_receiver_survives_any_bytes(greet in any::<bool>(), bytes in prop::collection::vec(any::<u8>(), 0..600), kind in 0_u8..18) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         runtime.block_on(async {
-            let world = support::over_pipe(Options::default()).await;
+            let world = support::piped(Options::default()).await;
             world.receiver.post(TicketId(0), &World::prefill_peer()).unwrap();
             let (mut played, theirs) = tokio::io::duplex(1 << 16);
             if greet {
                 let hello =
-                    Frame::Hello { sender: World::prefill_peer(), receiver: World::decode_peer(), layout: layout(1) };
+                    Frame::Hello { sender: World::prefill_peer(), receiver: World::decode_peer(), layout: layout(1), offer: on_host() };
                 write(&mut played, &hello).await;
                 // A frame with a sound envelope and random fields.
                 let mut head = vec![b'K', b'V', kind, 0];

@@ -1,7 +1,11 @@
 //! One suite over every implementation of the transport contract. The numbers are those of the promises in `transfer::contract`.
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
+#[cfg(feature = "cuda")]
+mod cuda;
+mod data;
 mod host;
+mod memory;
 mod support;
 
 use std::collections::BTreeSet;
@@ -9,6 +13,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
+use data::hand_over;
+use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use support::{Options, World, layout, part, peer, quick};
 use transfer::fault::FaultPlan;
@@ -18,7 +24,8 @@ use transfer::{
 };
 use types::{KvDtype, KvLayout, TicketId};
 
-type Factory = fn(Options) -> BoxFuture<'static, World>;
+/// `None`, with a printed reason, where an implementation finds no GPU.
+type Factory = fn(Options) -> BoxFuture<'static, Option<World>>;
 
 const FIRST: FirstToken = FirstToken { index: 2, token: 77, logprob: Some(-0.5) };
 
@@ -45,6 +52,13 @@ suite! {
     host_over_pipe: super::support::over_pipe;
     host_over_tcp: super::support::over_tcp;
     decorated: super::support::over_harmless_faults;
+    announced: super::memory::over_memory;
+}
+
+#[cfg(feature = "cuda")]
+suite! {
+    ipc_on_one_gpu: super::cuda::over_ipc;
+    ipc_between_gpus: super::cuda::over_ipc_between_gpus;
 }
 
 async fn connect(world: &World) -> Box<dyn SendLane> {
@@ -56,9 +70,11 @@ async fn posted(world: &World, lane: &dyn SendLane, id: u128) -> Box<dyn SendTic
     lane.begin(TicketId(id)).await.unwrap()
 }
 
-async fn send_all(ticket: &dyn SendTicket, parts: &[Part]) {
-    ticket.reserve(parts.iter().map(|part| part.bytes.len()).sum()).await.unwrap();
-    parts.iter().for_each(|part| ticket.part(part.clone()).unwrap());
+async fn send_all(world: &World, ticket: &dyn SendTicket, parts: &[Part]) {
+    // A rank's room is its share of what is set aside, and here all parts may be of one of the two.
+    let spread = if world.caches.is_some() { 2 } else { 1 };
+    ticket.reserve(spread * parts.iter().map(|part| part.bytes.len()).sum::<usize>()).await.unwrap();
+    world.hand_over(ticket, parts).unwrap();
 }
 
 fn some_parts() -> Vec<Part> {
@@ -67,11 +83,11 @@ fn some_parts() -> Vec<Part> {
 
 /// Promises 1 and 2.
 async fn commit_follows_all_parts(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
     let parts = some_parts();
-    send_all(&*ticket, &parts).await;
+    send_all(&world, &*ticket, &parts).await;
     let (receipt, (slices, terminal)) = tokio::join!(ticket.commit(FIRST), async {
         let (slices, terminal) = world.until_terminal().await;
         let ArrivalEvent::Commit { first, reply } = terminal else { panic!("wanted Commit, got {terminal:?}") };
@@ -91,7 +107,7 @@ async fn commit_follows_all_parts(factory: Factory) {
 
 /// The receiver has the last word.
 async fn commit_can_be_rejected(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
     let (result, ()) = tokio::join!(ticket.commit(FIRST), async {
@@ -108,12 +124,12 @@ async fn commit_can_be_rejected(factory: Factory) {
 
 /// Promise 1.
 async fn an_abort_is_terminal(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
-    send_all(&*ticket, &some_parts()).await;
+    send_all(&world, &*ticket, &some_parts()).await;
     ticket.abort(AbortReason::EngineFailed).await.unwrap();
-    assert!(matches!(ticket.part(part(1, 0, 0)), Err(TransferError::GivenUp { .. })));
+    assert!(matches!(world.hand_over(&*ticket, &[part(1, 0, 0)]), Err(TransferError::GivenUp { .. })));
     let (_, terminal) = world.until_terminal().await;
     assert!(matches!(terminal, ArrivalEvent::Ended(EndCause::Aborted(AbortReason::EngineFailed))), "{terminal:?}");
     world.nothing_more().await;
@@ -121,10 +137,10 @@ async fn an_abort_is_terminal(factory: Factory) {
 
 /// Promise 1: nobody is left waiting by a task that just ends.
 async fn a_dropped_ticket_aborts(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
-    send_all(&*ticket, &some_parts()[..2]).await;
+    send_all(&world, &*ticket, &some_parts()[..2]).await;
     drop(ticket);
     let (_, terminal) = world.until_terminal().await;
     assert!(matches!(terminal, ArrivalEvent::Ended(EndCause::Aborted(AbortReason::Cancelled))), "{terminal:?}");
@@ -133,7 +149,7 @@ async fn a_dropped_ticket_aborts(factory: Factory) {
 
 /// Promises 1 and 4.
 async fn revoked_before_begin(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     world.receiver.post(TicketId(1), &World::prefill_peer()).unwrap();
     assert_eq!(world.receiver.revoke(TicketId(1), AbortReason::Expired), Revoked::Now);
@@ -144,16 +160,16 @@ async fn revoked_before_begin(factory: Factory) {
 
 /// Promise 1, the fence: a revoked ticket ends only when its sender has acknowledged, and then stays silent.
 async fn revoked_while_parts_are_on_their_way(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
-    send_all(&*ticket, &some_parts()[..8]).await;
+    send_all(&world, &*ticket, &some_parts()[..8]).await;
     assert_eq!(world.receiver.revoke(TicketId(1), AbortReason::Cancelled), Revoked::Pending);
     let (_, terminal) = world.until_terminal().await;
     assert!(matches!(terminal, ArrivalEvent::Ended(EndCause::Revoked)), "{terminal:?}");
     assert_eq!(world.receiver.revoke(TicketId(1), AbortReason::Cancelled), Revoked::NotOpen);
     for part in some_parts() {
-        assert!(matches!(ticket.part(part), Err(TransferError::AbortedByPeer { .. })));
+        assert!(matches!(world.hand_over(&*ticket, &[part]), Err(TransferError::AbortedByPeer { .. })));
     }
     assert!(matches!(ticket.reserve(1).await, Err(TransferError::AbortedByPeer { .. })));
     assert!(matches!(ticket.commit(FIRST).await, Err(TransferError::AbortedByPeer { .. })));
@@ -162,7 +178,7 @@ async fn revoked_while_parts_are_on_their_way(factory: Factory) {
 
 /// Promise 4, and 5 for tickets.
 async fn unknown_tickets_are_gone(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     assert!(matches!(lane.begin(TicketId(9)).await, Err(TransferError::Gone { .. })));
     world.receiver.post(TicketId(10), &peer("prefill-0", 2)).unwrap();
@@ -177,7 +193,7 @@ async fn unknown_tickets_are_gone(factory: Factory) {
 
 /// Promise 5.
 async fn another_life_is_refused(factory: Factory) {
-    let world = factory(Options::default()).await;
+    let Some(world) = factory(Options::default()).await else { return };
     let earlier = peer("decode-0", 6);
     let error = world.sender.connect(&world.address, &earlier).await.err().unwrap();
     assert_eq!(error, TransferError::WrongPeer { wanted: earlier, found: World::decode_peer() });
@@ -199,7 +215,7 @@ async fn layouts_are_compared(factory: Factory) {
     for (field, change) in changes {
         let mut options = Options::default();
         change(&mut options.sender_layout);
-        let world = factory(options).await;
+        let Some(world) = factory(options).await else { return };
         match world.sender.connect(&world.address, &World::decode_peer()).await.err() {
             Some(TransferError::Layout { mismatch, .. }) => assert_eq!(mismatch.field, field),
             other => panic!("{field}: wanted Layout, got {other:?}"),
@@ -209,7 +225,7 @@ async fn layouts_are_compared(factory: Factory) {
 
 /// Promise 3.
 async fn a_corrupt_part_ends_its_ticket_only(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let bad = posted(&world, &*lane, 1).await;
     let mut damaged = part(1, 0, 0);
@@ -217,22 +233,23 @@ async fn a_corrupt_part_ends_its_ticket_only(factory: Factory) {
     bytes[5] ^= 4;
     damaged.bytes = Bytes::from(bytes);
     let slice = damaged.slice;
-    bad.reserve(2 * damaged.bytes.len()).await.unwrap();
+    bad.reserve(4 * damaged.bytes.len()).await.unwrap();
     for part in [damaged, part(1, 0, 1)] {
         // The second may come when the first has been found out.
-        if let Err(error) = bad.part(part) {
+        if let Err(error) = world.hand_over(&*bad, &[part]) {
             assert!(matches!(error, TransferError::AbortedByPeer { reason: AbortReason::Corrupt, .. }), "{error}");
         }
     }
-    let result = tokio::time::timeout(Duration::from_secs(4), bad.commit(FIRST)).await.unwrap();
-    let (_, terminal) = world.until_terminal().await;
+    let commit = tokio::time::timeout(Duration::from_secs(4), bad.commit(FIRST));
+    let (result, (_, terminal)) = tokio::join!(commit, world.until_terminal());
+    let result = result.unwrap();
     assert!(matches!(&terminal, ArrivalEvent::Ended(cause) if *cause == EndCause::Corrupt { slice }), "{terminal:?}");
     match result {
         Err(TransferError::AbortedByPeer { reason, .. }) => assert_eq!(reason, AbortReason::Corrupt),
         other => panic!("wanted AbortedByPeer, got {other:?}"),
     }
     let good = posted(&world, &*lane, 2).await;
-    send_all(&*good, &[part(1, 0, 0)]).await;
+    send_all(&world, &*good, &[part(1, 0, 0)]).await;
     let (receipt, ()) = tokio::join!(good.commit(FIRST), async {
         match world.until_terminal().await.1 {
             ArrivalEvent::Commit { reply, .. } => reply.accept(),
@@ -244,7 +261,7 @@ async fn a_corrupt_part_ends_its_ticket_only(factory: Factory) {
 
 /// Promise 3, for slices that are not in the layout.
 async fn a_malformed_part_ends_its_ticket_only(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let straddling = {
         let mut slice = part(1, 0, 0).slice;
@@ -264,7 +281,17 @@ async fn a_malformed_part_ends_its_ticket_only(factory: Factory) {
     };
     for (id, malformed) in [straddling, wrong_group, short, overflowing].into_iter().enumerate() {
         let ticket = posted(&world, &*lane, id as u128).await;
-        send_all(&*ticket, std::slice::from_ref(&malformed)).await;
+        ticket.reserve(4 * malformed.bytes.len()).await.unwrap();
+        match world.hand_over(&*ticket, std::slice::from_ref(&malformed)) {
+            Ok(()) => {}
+            // What the sender's own cache does not hold does not leave it.
+            Err(TransferError::DataPath { .. }) if world.caches.is_some() => {
+                ticket.abort(AbortReason::EngineFailed).await.unwrap();
+                world.until_terminal().await;
+                continue;
+            }
+            Err(error) => panic!("{error}"),
+        }
         let (_, (slices, terminal)) = tokio::join!(ticket.commit(FIRST), world.until_terminal());
         assert!(slices.is_empty());
         let cause = EndCause::Malformed { slice: malformed.slice, bytes: malformed.bytes.len() };
@@ -278,7 +305,7 @@ async fn bytes_in_flight_are_bounded(factory: Factory) {
     let part_bytes = layout(1).head_bytes();
     let mut config = quick();
     config.in_flight_bytes_max = 8 * part_bytes as u32;
-    let world = factory(Options { config, sink_capacity: 4, ..Options::default() }).await;
+    let Some(world) = factory(Options { config, sink_capacity: 4, ..Options::default() }).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
     assert!(matches!(ticket.reserve(9 * part_bytes).await, Err(TransferError::NoRoom { .. })));
@@ -288,9 +315,9 @@ async fn bytes_in_flight_are_bounded(factory: Factory) {
     assert_eq!(ticket.try_reserve(4 * part_bytes), Ok(false), "the lane has room for 8 parts");
     other.abort(AbortReason::Cancelled).await.unwrap();
     assert_eq!(ticket.try_reserve(4 * part_bytes), Ok(true), "an aborted ticket gives its room back");
-    (0..4).for_each(|head| ticket.part(part(1, 0, head)).unwrap());
+    (0..4).for_each(|head| world.hand_over(&*ticket, &[part(1, 0, head)]).unwrap());
     // Two, since the decorator may hold the first one back.
-    let unreserved = (0..2).map(|head| ticket.part(part(1, 0, head))).find_map(Result::err);
+    let unreserved = (0..2).map(|head| world.hand_over(&*ticket, &[part(1, 0, head)])).find_map(Result::err);
     assert!(matches!(unreserved, Some(TransferError::NoRoom { .. })), "no room was set aside: {unreserved:?}");
     // Nobody takes arrivals: the pipe fills, then the lane, then reserving fails within its bound.
     let mut taken = 0_usize;
@@ -300,7 +327,7 @@ async fn bytes_in_flight_are_bounded(factory: Factory) {
             break error;
         }
         for head in 0..4 {
-            if let Err(error) = ticket.part(part(1, taken as u32 % 200, head)) {
+            if let Err(error) = world.hand_over(&*ticket, &[part(1, taken as u32 % 200, head)]) {
                 assert!(matches!(error, TransferError::PeerLost { .. }), "{error}");
             }
         }
@@ -318,7 +345,7 @@ async fn bytes_in_flight_are_bounded(factory: Factory) {
 
 /// Promise 7, seen from the receiver.
 async fn a_closed_lane_ends_both_sides(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
     let revoked = posted(&world, &*lane, 2).await;
@@ -341,7 +368,7 @@ async fn a_closed_lane_ends_both_sides(factory: Factory) {
 
 /// Promise 7, seen from the sender.
 async fn a_lost_receiver_ends_the_sender(factory: Factory) {
-    let mut world = factory(Options::default()).await;
+    let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
     let ticket = posted(&world, &*lane, 1).await;
     let (result, ()) = tokio::join!(ticket.commit(FIRST), async { world.receiver_stop.cancel() });
@@ -354,7 +381,7 @@ async fn a_lost_receiver_ends_the_sender(factory: Factory) {
 async fn tickets_are_bounded(factory: Factory) {
     let mut config = quick();
     config.tickets_max = 2;
-    let world = factory(Options { config, ..Options::default() }).await;
+    let Some(world) = factory(Options { config, ..Options::default() }).await else { return };
     let sender = World::prefill_peer();
     world.receiver.post(TicketId(1), &sender).unwrap();
     assert!(matches!(world.receiver.post(TicketId(1), &sender), Err(TransferError::Duplicate { .. })));
@@ -367,10 +394,26 @@ async fn tickets_are_bounded(factory: Factory) {
 /// All faults at once: each ticket commits with every part intact, or ends; never both, never neither.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_ticket_ends_once_whatever_strikes() {
+    storm(|plan| support::faulty(Options::default(), plan).map(Some).boxed()).await;
+}
+
+/// The same where frames only announce.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_announced_ticket_ends_once_whatever_strikes() {
+    storm(|plan| memory::faulty(Options::default(), plan).map(Some).boxed()).await;
+}
+
+#[cfg(feature = "cuda")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_ticket_between_caches_on_a_gpu_ends_once_whatever_strikes() {
+    storm(|plan| cuda::faulty(Options::default(), plan)).await;
+}
+
+async fn storm(factory: impl Fn(FaultPlan) -> BoxFuture<'static, Option<World>>) {
     let delay_max = Duration::from_millis(2);
     for seed in 0..4 {
         let plan = FaultPlan { seed, corrupt: 4, duplicate: 50, reorder: 100, disconnect: 3, delay: 100, delay_max };
-        let mut world = support::faulty(Options::default(), plan).await;
+        let Some(mut world) = factory(plan).await else { return };
         let mut lane = connect(&world).await;
         let (mut committed, mut ended) = (0, 0);
         for id in 0..60 {
@@ -378,11 +421,12 @@ async fn every_ticket_ends_once_whatever_strikes() {
                 lane = connect(&world).await;
             }
             world.receiver.post(TicketId(id), &World::prefill_peer()).unwrap();
+            let caches = world.caches.clone();
             let send = async {
                 let ticket = lane.begin(TicketId(id)).await?;
                 let parts = some_parts();
                 ticket.reserve(parts.iter().map(|part| part.bytes.len()).sum()).await?;
-                parts.into_iter().try_for_each(|part| ticket.part(part))?;
+                hand_over(caches.as_deref(), &*ticket, &parts)?;
                 ticket.commit(FIRST).await
             };
             let (sent, received) = tokio::join!(send, async {

@@ -12,10 +12,16 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use transfer::data::{ReceiveData, SendData};
 use transfer::fault::{FaultCounts, FaultPlan, Faulty};
 use transfer::host::{Connector, HostReceiver, HostSender, Stream};
-use transfer::{Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, Part, SendTransport, SinkClosed, TransferConfig};
+use transfer::{
+    Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, Part, ReceiveTransport, SendTicket, SendTransport, SinkClosed,
+    TransferConfig, TransferError,
+};
 use types::{Incarnation, KvDtype, KvLayout, PageGroup, PeerId, WorkerId};
+
+use crate::data::{Caches, Damaging, hand_over, receiver_tables};
 
 pub(crate) fn peer(name: &str, incarnation: u64) -> PeerId {
     PeerId { worker: WorkerId(name.into()), incarnation: Incarnation(incarnation) }
@@ -52,6 +58,10 @@ pub(crate) fn quick() -> TransferConfig {
         stall_timeout_ms: 300,
         in_flight_bytes_max: 1 << 20,
         tickets_max: 64,
+        batch_bytes_max: 4_096,
+        checksum_every: 1,
+        min_gb_per_s: 0, // staging here is smaller than what could be measured
+        ..TransferConfig::default()
     }
 }
 
@@ -77,6 +87,8 @@ pub(crate) struct World {
     /// Ends all connections at the receiver, as the death of its process would.
     pub(crate) receiver_stop: CancellationToken,
     pub(crate) faults: Option<Arc<FaultCounts>>,
+    /// Of both sides, where a data path lies between them.
+    pub(crate) caches: Option<Arc<dyn Caches>>,
 }
 
 impl World {
@@ -86,6 +98,10 @@ impl World {
 
     pub(crate) fn prefill_peer() -> PeerId {
         peer("prefill-0", 3)
+    }
+
+    pub(crate) fn hand_over(&self, ticket: &dyn SendTicket, parts: &[Part]) -> Result<(), TransferError> {
+        hand_over(self.caches.as_deref(), ticket, parts)
     }
 
     pub(crate) async fn arrival(&mut self) -> Arrival {
@@ -100,7 +116,19 @@ impl World {
             let arrival = self.arrival().await;
             assert_eq!(*ticket.get_or_insert(arrival.ticket), arrival.ticket, "an arrival behind its ticket's end");
             match arrival.event {
-                ArrivalEvent::Begin { sender, .. } => assert_eq!(sender, Self::prefill_peer()),
+                ArrivalEvent::Begin { sender, .. } => {
+                    assert_eq!(sender, Self::prefill_peer());
+                    self.receiver.land(arrival.ticket, &receiver_tables());
+                }
+                ArrivalEvent::Landed { slices: landed, bytes } => {
+                    let caches = self.caches.as_ref().expect("only data paths land");
+                    assert_eq!(bytes, landed.len() * layout(1).head_bytes());
+                    for slice in &landed {
+                        let found = caches.read_receiver(slice, receiver_tables().physical(slice).unwrap());
+                        assert_eq!(found, part(slice.layer, slice.page, slice.head_start).bytes, "bytes of {slice:?}");
+                    }
+                    slices.extend(landed);
+                }
                 ArrivalEvent::Part { slice, bytes } => {
                     assert_eq!(bytes, part(slice.layer, slice.page, slice.head_start).bytes, "bytes of {slice:?}");
                     slices.push(slice);
@@ -111,7 +139,10 @@ impl World {
     }
 
     pub(crate) async fn nothing_more(&mut self) {
+        let before = self.caches.as_ref().map(|caches| caches.receiver_bytes());
         let more = tokio::time::timeout(Duration::from_millis(100), self.arrivals.recv()).await;
+        let after = self.caches.as_ref().map(|caches| caches.receiver_bytes());
+        assert!(before == after, "pages were written behind the end of their ticket");
         assert!(more.is_err(), "nothing follows a terminal arrival, but {more:?} did");
     }
 }
@@ -174,18 +205,22 @@ fn host_sender(options: &Options, connector: Arc<dyn Connector>, tasks: TaskTrac
     HostSender::new(connector, World::prefill_peer(), layout, config, tasks, CancellationToken::new())
 }
 
-pub(crate) fn over_pipe(options: Options) -> BoxFuture<'static, World> {
+pub(crate) fn over_pipe(options: Options) -> BoxFuture<'static, Option<World>> {
+    piped(options).map(Some).boxed()
+}
+
+pub(crate) fn piped(options: Options) -> BoxFuture<'static, World> {
     async move {
         let Ends { receiver, arrivals, stop, tasks } = ends(&options);
         let connector =
             Arc::new(PipeConnector { receiver: Arc::clone(&receiver), tasks: tasks.clone(), stop: stop.clone() });
         let sender = Box::new(host_sender(&options, connector, tasks));
-        World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults: None }
+        World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults: None, caches: None }
     }
     .boxed()
 }
 
-pub(crate) fn over_tcp(options: Options) -> BoxFuture<'static, World> {
+pub(crate) fn over_tcp(options: Options) -> BoxFuture<'static, Option<World>> {
     async move {
         let Ends { receiver, arrivals, stop, tasks } = ends(&options);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -198,9 +233,32 @@ pub(crate) fn over_tcp(options: Options) -> BoxFuture<'static, World> {
             }
         });
         let sender = Box::new(host_sender(&options, Arc::new(TcpConnector), tasks));
-        World { sender, receiver, arrivals, address, receiver_stop: stop, faults: None }
+        Some(World { sender, receiver, arrivals, address, receiver_stop: stop, faults: None, caches: None })
     }
     .boxed()
+}
+
+/// Joins by in-memory pipes, with a data path beside them.
+pub(crate) fn piped_with_data(
+    options: &Options,
+    send: Arc<dyn SendData>,
+    receive: Arc<dyn ReceiveData>,
+    caches: Arc<dyn Caches>,
+    plan: Option<FaultPlan>,
+) -> World {
+    let Ends { receiver, arrivals, stop, tasks } = ends(options);
+    receiver.set_data(receive);
+    let connector =
+        Arc::new(PipeConnector { receiver: Arc::clone(&receiver), tasks: tasks.clone(), stop: stop.clone() });
+    let sender = host_sender(options, connector, tasks);
+    let (faults, caches) = (plan.map(|_| Arc::new(FaultCounts::default())), Some(caches));
+    sender.set_data(Arc::new(Damaging::new(send, Arc::clone(caches.as_ref().unwrap()), plan, faults.clone())));
+    let plan = plan.map(|plan| FaultPlan { corrupt: 0, duplicate: 0, reorder: 0, disconnect: 10, ..plan });
+    let (sender, faults): (Box<dyn SendTransport>, _) = match plan {
+        Some(plan) => (Box::new(Faulty::new(sender, plan)), faults),
+        None => (Box::new(sender), None),
+    };
+    World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults, caches }
 }
 
 pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
@@ -209,12 +267,20 @@ pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
         Arc::new(PipeConnector { receiver: Arc::clone(&receiver), tasks: tasks.clone(), stop: stop.clone() });
     let sender = Faulty::new(host_sender(&options, connector, tasks), plan);
     let faults = Some(sender.counts());
-    World { sender: Box::new(sender), receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults }
+    World {
+        sender: Box::new(sender),
+        receiver,
+        arrivals,
+        address: "pipe".into(),
+        receiver_stop: stop,
+        faults,
+        caches: None,
+    }
 }
 
 /// The decorator with faults that a correct transport hides. (Duplicates take room of their own: the storm of faults has them.)
-pub(crate) fn over_harmless_faults(options: Options) -> BoxFuture<'static, World> {
+pub(crate) fn over_harmless_faults(options: Options) -> BoxFuture<'static, Option<World>> {
     let delay_max = Duration::from_millis(5);
     let plan = FaultPlan { seed: 1, reorder: 500, delay: 500, delay_max, ..FaultPlan::default() };
-    faulty(options, plan).boxed()
+    faulty(options, plan).map(Some).boxed()
 }

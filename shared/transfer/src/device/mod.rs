@@ -1,0 +1,67 @@
+//! Data paths between GPUs: CUDA IPC, on one card or two. (Feature `cuda`.)
+//!
+//! Each side is built from the [`KvPort`]s of its ranks. Work runs on streams of its own, beside the steps: at the sender on the thread of the rank
+//! whose layers are complete, at the receiver on one thread for each GPU.
+#![allow(unsafe_code)] // memory that the other side's process or engine shares is addressed here: each use says why nobody else touches it
+
+mod landing_thread;
+mod receive;
+mod send;
+mod setup;
+
+use kernels::{KvPool, KvPort};
+use kv::KvSlice;
+use types::{KvLayout, PageGroup, PageId};
+
+use crate::config::TransportChoice;
+use crate::data::{DataError, DataOffer};
+
+pub use receive::DeviceReceive;
+pub use send::DeviceSend;
+
+impl From<kernels::KernelError> for DataError {
+    fn from(error: kernels::KernelError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl From<device::DeviceError> for DataError {
+    fn from(error: device::DeviceError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// What the ranks behind `ports` can do.
+fn offer(choice: TransportChoice, ports: &[KvPort]) -> Result<DataOffer, DataError> {
+    let gpus = ports.iter().map(|port| port.device.uuid()).collect::<Result<_, _>>()?;
+    Ok(DataOffer { choice, host: host_id(), gpus, nccl: 0 })
+}
+
+/// Tells this host, in this boot, from others.
+fn host_id() -> u128 {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = boot.chars().filter(char::is_ascii_hexdigit).collect();
+    u128::from_str_radix(&digits, 16).unwrap_or(0)
+}
+
+/// The address and bytes of a slice in the cache of `rank`.
+fn piece(
+    port: &KvPort,
+    layout: &KvLayout,
+    rank: u32,
+    slice: &KvSlice,
+    page: PageId,
+) -> Result<(u64, usize), DataError> {
+    let pool: &KvPool = match slice.group {
+        PageGroup::Full => &port.full,
+        PageGroup::Window => &port.window,
+    };
+    let misplaced = |what: &str| DataError(format!("{slice:?} is not on rank {rank}: {what}"));
+    let layer = layout.layers(slice.group).binary_search(&slice.layer).map_err(|_| misplaced("its layer"))?;
+    let (own, heads) = (layout.rank_heads(rank), slice.heads());
+    if heads.start < own.start || heads.end > own.end {
+        return Err(misplaced("its heads"));
+    }
+    let heads = (heads.start - own.start) as usize..(heads.end - own.start) as usize;
+    Ok(pool.piece(page.0 as usize, layer, heads)?)
+}

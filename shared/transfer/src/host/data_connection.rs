@@ -1,0 +1,136 @@
+//! The receiver's half of a lane's data path: batches that were announced, in their order, until they are over.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kv::{KvSlice, PageTables};
+use tokio::sync::mpsc;
+use types::{PageId, TicketId};
+
+use crate::data::{Batch, DataError, ReceiveDataLane, Taken, Taking};
+
+/// A batch that has left the data path.
+pub(super) struct Over {
+    pub(super) ticket: TicketId,
+    pub(super) slices: Vec<KvSlice>,
+    pub(super) bytes: usize,
+    /// Whether it was to be written.
+    pub(super) was_wanted: bool,
+    pub(super) taken: Taken,
+}
+
+pub(super) type Completions = mpsc::UnboundedReceiver<Over>;
+
+/// Where a batch's slices go.
+pub(super) enum Destination {
+    /// Not known yet.
+    Unknown,
+    Pages(Arc<PageTables>),
+    /// Nowhere: the ticket is over.
+    Nowhere,
+}
+
+pub(super) struct DataConnection {
+    lane: Arc<dyn ReceiveDataLane>,
+    /// Unbounded in type only: the sender's staging bounds the batches.
+    completions: mpsc::UnboundedSender<Over>,
+    waiting: Mutex<Waiting>,
+    /// Batches in the data path, and completions not counted yet.
+    outstanding: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Waiting {
+    batches: VecDeque<(Batch, usize)>,
+    is_closed: bool,
+}
+
+impl DataConnection {
+    pub(super) fn new(lane: Arc<dyn ReceiveDataLane>, completions: mpsc::UnboundedSender<Over>) -> Self {
+        Self { lane, completions, waiting: Mutex::default(), outstanding: AtomicUsize::new(0) }
+    }
+
+    /// Queues a batch of `bytes` bytes behind those announced before.
+    pub(super) fn push(&self, batch: Batch, bytes: usize) {
+        self.waiting().batches.push_back((batch, bytes));
+    }
+
+    /// Hands batches to the data path up to the first whose destination is unknown. All of a lane's batches stay in order, since two-sided paths
+    /// take them so; a ticket's pages are known one step after it began, long before its first bytes are computed. `landed` is called with
+    /// the number of each batch that is over. Never blocks.
+    pub(super) fn pump(
+        &self,
+        landed: &(impl Fn(u64) + Clone + Send + 'static),
+        mut destination: impl FnMut(TicketId) -> Destination,
+    ) {
+        let mut waiting = self.waiting();
+        while let Some((batch, _)) = waiting.batches.front() {
+            if waiting.is_closed {
+                return;
+            }
+            let (pages, failure) = match destination(batch.ticket) {
+                Destination::Unknown => return,
+                Destination::Nowhere => (None, None),
+                Destination::Pages(tables) => match physical(batch, &tables) {
+                    Ok(pages) => (Some(pages), None),
+                    Err(error) => (None, Some(error)),
+                },
+            };
+            let Some((batch, bytes)) = waiting.batches.pop_front() else { return };
+            self.take(batch, bytes, pages, failure, landed.clone());
+        }
+    }
+
+    fn take(
+        &self,
+        batch: Batch,
+        bytes: usize,
+        pages: Option<Vec<PageId>>,
+        failure: Option<DataError>,
+        landed: impl Fn(u64) + Send + 'static,
+    ) {
+        let over = Over {
+            ticket: batch.ticket,
+            slices: batch.slices.iter().map(|staged| staged.slice).collect(),
+            bytes,
+            was_wanted: pages.is_some() || failure.is_some(),
+            taken: Taken::Whole,
+        };
+        let (id, completions) = (batch.id, self.completions.clone());
+        self.outstanding.fetch_add(1, Ordering::Relaxed);
+        let done = Box::new(move |taken| {
+            landed(id);
+            let taken = failure.map_or(taken, Taken::Failed);
+            let _ = completions.send(Over { taken, ..over }); // a connection that is gone counts no more
+        });
+        self.lane.take(Taking { batch, bytes, pages, done });
+    }
+
+    /// A completion was received.
+    pub(super) fn counted(&self) {
+        self.outstanding.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// The connection is over: waits until nothing that came over it is written any more.
+    pub(super) async fn finish(&self, completed: &mut Completions) {
+        {
+            let mut waiting = self.waiting();
+            waiting.is_closed = true;
+            waiting.batches.clear();
+        }
+        self.lane.close();
+        while self.outstanding.load(Ordering::Relaxed) > 0 && completed.recv().await.is_some() {
+            self.counted();
+        }
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn physical(batch: &Batch, tables: &PageTables) -> Result<Vec<PageId>, DataError> {
+    let page = |slice: &KvSlice| tables.physical(slice).ok_or_else(|| DataError(format!("{slice:?} has no page")));
+    batch.slices.iter().map(|staged| page(&staged.slice)).collect()
+}

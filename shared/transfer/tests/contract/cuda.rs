@@ -1,0 +1,136 @@
+//! The data paths between GPUs, with both ends in this process. Without a GPU each test says that it was skipped.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+
+use ::device::{Device, DeviceError, Stream};
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use kernels::{KvPool, KvPort};
+use kv::KvSlice;
+use transfer::data::DataCounters;
+use transfer::device::{DeviceReceive, DeviceSend};
+use transfer::fault::FaultPlan;
+use types::{KvLayout, PageGroup, PageId};
+
+use crate::data::{Caches, PAGES, rank_of};
+use crate::support::{Options, World, piped_with_data};
+
+/// `None`, with a printed reason, where there are fewer GPUs than `count`, or no kernels.
+fn devices(count: u32) -> Option<Vec<Device>> {
+    if !kernels::AVAILABLE {
+        eprintln!("skipped: built without nvcc");
+        return None;
+    }
+    let open = (0..count).map(Device::open).collect::<Result<Vec<_>, _>>();
+    match open {
+        Ok(devices) => Some(devices),
+        Err(DeviceError::Unavailable { reason }) => {
+            eprintln!("skipped: {reason}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+struct DeviceCache {
+    layout: KvLayout,
+    streams: Vec<Stream>,
+    ports: Vec<KvPort>,
+    /// `[rank][group]`, which own the memory.
+    pools: Vec<[Mutex<::device::DeviceBuffer<u8>>; 2]>,
+}
+
+impl DeviceCache {
+    fn new(layout: &KvLayout, device: &Device) -> Self {
+        let kv_heads = (layout.kv_heads / layout.tp) as usize;
+        let (mut streams, mut ports, mut pools) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..layout.tp {
+            let stream = device.stream().unwrap();
+            let pool = |group: PageGroup| {
+                let layers = layout.layers(group).len();
+                let bytes = PAGES as usize * layers * kv_heads * layout.head_bytes();
+                let mut buffer = stream.allocate::<u8>(bytes).unwrap();
+                stream.fill_bytes(buffer.view_mut(), 0xee).unwrap();
+                (KvPool { memory: buffer.share(), layers, kv_heads, head_bytes: layout.head_bytes() }, buffer)
+            };
+            let ((full, full_buffer), (window, window_buffer)) = (pool(PageGroup::Full), pool(PageGroup::Window));
+            stream.synchronize().unwrap();
+            ports.push(KvPort { device: device.clone(), full, window });
+            pools.push([Mutex::new(full_buffer), Mutex::new(window_buffer)]);
+            streams.push(stream);
+        }
+        Self { layout: layout.clone(), streams, ports, pools }
+    }
+
+    /// The rank, the pool's number and the bytes of a slice.
+    fn place(&self, slice: &KvSlice, page: PageId) -> (usize, usize, std::ops::Range<usize>) {
+        let (rank, heads) = (rank_of(&self.layout, slice), (self.layout.kv_heads / self.layout.tp) as usize);
+        let layers = self.layout.layers(slice.group);
+        let layer = layers.iter().position(|layer| *layer == slice.layer).unwrap();
+        let head = slice.head_start as usize % heads;
+        let first = ((page.0 as usize * layers.len() + layer) * heads + head) * self.layout.head_bytes();
+        let group = if slice.group == PageGroup::Full { 0 } else { 1 };
+        (rank as usize, group, first..first + self.layout.head_bytes())
+    }
+}
+
+struct DeviceCaches {
+    sender: Arc<DeviceCache>,
+    receiver: Arc<DeviceCache>,
+    damaged: Mutex<HashSet<KvSlice>>,
+}
+
+impl Caches for DeviceCaches {
+    fn sender_layout(&self) -> &KvLayout {
+        &self.sender.layout
+    }
+
+    fn write_sender(&self, slice: &KvSlice, page: PageId, bytes: &[u8]) {
+        let (rank, group, place) = self.sender.place(slice, page);
+        let mut pool = self.sender.pools[rank][group].lock().unwrap();
+        let stream = &self.sender.streams[rank];
+        stream.copy_from_host(pool.slice_mut(place), bytes).unwrap();
+        stream.synchronize().unwrap();
+    }
+
+    fn read_receiver(&self, slice: &KvSlice, page: PageId) -> Vec<u8> {
+        let (rank, group, place) = self.receiver.place(slice, page);
+        let pool = self.receiver.pools[rank][group].lock().unwrap();
+        self.receiver.streams[rank].download(pool.slice(place)).unwrap()
+    }
+
+    fn receiver_bytes(&self) -> Vec<u8> {
+        let pools = self.receiver.pools.iter().zip(&self.receiver.streams).flat_map(|(pools, stream)| {
+            pools.iter().flat_map(|pool| stream.download(pool.lock().unwrap().view()).unwrap()).collect::<Vec<u8>>()
+        });
+        pools.collect()
+    }
+
+    fn damaged(&self) -> &Mutex<HashSet<KvSlice>> {
+        &self.damaged
+    }
+}
+
+fn world(options: &Options, gpus: u32, plan: Option<FaultPlan>) -> Option<World> {
+    let devices = devices(gpus)?;
+    let sender = Arc::new(DeviceCache::new(&options.sender_layout, &devices[0]));
+    let receiver = Arc::new(DeviceCache::new(&options.receiver_layout, devices.last()?));
+    let (config, counters) = (&options.config, Arc::new(DataCounters::default()));
+    let send = DeviceSend::new(sender.ports.clone(), &options.sender_layout, config, &counters).unwrap();
+    let receive = DeviceReceive::new(receiver.ports.clone(), &options.receiver_layout, config, &counters).unwrap();
+    let caches = Arc::new(DeviceCaches { sender, receiver, damaged: Mutex::default() });
+    Some(piped_with_data(options, Arc::new(send), Arc::new(receive), caches, plan))
+}
+
+pub(crate) fn over_ipc(options: Options) -> BoxFuture<'static, Option<World>> {
+    async move { world(&options, 1, None) }.boxed()
+}
+
+pub(crate) fn over_ipc_between_gpus(options: Options) -> BoxFuture<'static, Option<World>> {
+    async move { world(&options, 2, None) }.boxed()
+}
+
+pub(crate) fn faulty(options: Options, plan: FaultPlan) -> BoxFuture<'static, Option<World>> {
+    async move { world(&options, 1, Some(plan)) }.boxed()
+}

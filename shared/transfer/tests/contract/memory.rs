@@ -1,0 +1,230 @@
+//! A data path over plain memory of this process: what the protocol of announcements does can be tested without a GPU.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use kv::KvSlice;
+use transfer::TransportChoice;
+use transfer::data::{
+    Batch, DataError, DataOffer, Gathering, LaneSides, PairRate, Path, ReceiveData, ReceiveDataLane, SendData,
+    SendDataLane, Taken, Taking,
+};
+use transfer::fault::FaultPlan;
+use types::{KvLayout, PageId};
+
+use crate::data::{Caches, PAGES, rank_of};
+use crate::support::{Options, World, piped_with_data};
+
+/// Staging by number, as memory across processes is by handle.
+static STAGING: Mutex<Option<HashMap<u64, Staging>>> = Mutex::new(None);
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+type Staging = Arc<Vec<Mutex<Vec<u8>>>>;
+
+struct MemoryCache {
+    layout: KvLayout,
+    ranks: Vec<Mutex<Vec<u8>>>,
+}
+
+impl MemoryCache {
+    fn new(layout: &KvLayout) -> Self {
+        let layers = layout.full_layers.len() + layout.window_layers.len();
+        let bytes = PAGES as usize * layers * (layout.kv_heads / layout.tp) as usize * layout.head_bytes();
+        Self { layout: layout.clone(), ranks: (0..layout.tp).map(|_| Mutex::new(vec![0xee; bytes])).collect() }
+    }
+
+    fn place(&self, slice: &KvSlice, page: PageId) -> Option<(u32, Range<usize>)> {
+        let (rank, heads) = (rank_of(&self.layout, slice), self.layout.kv_heads / self.layout.tp);
+        let layers = self.layout.full_layers.len() + self.layout.window_layers.len();
+        let known = self.layout.layers(slice.group).contains(&slice.layer) && rank < self.layout.tp;
+        let first =
+            (page.0 as usize * layers + slice.layer as usize) * heads as usize + (slice.head_start % heads) as usize;
+        let end = first + slice.head_count as usize;
+        known.then(|| (rank, first * self.layout.head_bytes()..end * self.layout.head_bytes()))
+    }
+}
+
+struct MemoryCaches {
+    sender: Arc<MemoryCache>,
+    receiver: Arc<MemoryCache>,
+    damaged: Mutex<HashSet<KvSlice>>,
+}
+
+impl Caches for MemoryCaches {
+    fn sender_layout(&self) -> &KvLayout {
+        &self.sender.layout
+    }
+
+    fn write_sender(&self, slice: &KvSlice, page: PageId, bytes: &[u8]) {
+        let (rank, place) = self.sender.place(slice, page).unwrap();
+        self.sender.ranks[rank as usize].lock().unwrap()[place].copy_from_slice(bytes);
+    }
+
+    fn read_receiver(&self, slice: &KvSlice, page: PageId) -> Vec<u8> {
+        let (rank, place) = self.receiver.place(slice, page).unwrap();
+        self.receiver.ranks[rank as usize].lock().unwrap()[place].to_vec()
+    }
+
+    fn receiver_bytes(&self) -> Vec<u8> {
+        self.receiver.ranks.iter().flat_map(|rank| rank.lock().unwrap().clone()).collect()
+    }
+
+    fn damaged(&self) -> &Mutex<HashSet<KvSlice>> {
+        &self.damaged
+    }
+}
+
+fn offer(first: u8, layout: &KvLayout) -> DataOffer {
+    let gpus = (0..layout.tp).map(|rank| [first + rank as u8; 16]).collect();
+    DataOffer { choice: TransportChoice::Auto, host: 1, gpus, nccl: 0 }
+}
+
+fn checksum(bytes: &[u8]) -> u32 {
+    bytes.iter().fold(7, |sum, byte| sum.wrapping_mul(31).wrapping_add((*byte).into()))
+}
+
+struct MemorySend {
+    cache: Arc<MemoryCache>,
+    staging_bytes: usize,
+}
+
+impl SendData for MemorySend {
+    fn offer(&self) -> DataOffer {
+        offer(1, &self.cache.layout)
+    }
+
+    fn open(&self, sides: &LaneSides<'_>) -> Result<(Arc<dyn SendDataLane>, Vec<u8>), DataError> {
+        assert_eq!(sides.paths.pair(0, 0), Path::Ipc);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let rank = || Mutex::new(vec![0; self.staging_bytes]);
+        let staging: Staging = Arc::new((0..sides.sender.tp).map(|_| rank()).collect());
+        STAGING.lock().unwrap().get_or_insert_default().insert(number, Arc::clone(&staging));
+        let lane = MemorySendLane { cache: Arc::clone(&self.cache), staging };
+        Ok((Arc::new(lane), number.to_le_bytes().to_vec()))
+    }
+}
+
+struct MemorySendLane {
+    cache: Arc<MemoryCache>,
+    staging: Staging,
+}
+
+struct Gathered(Vec<u32>);
+
+impl Gathering for Gathered {
+    fn wait(self: Box<Self>) -> Result<Vec<u32>, DataError> {
+        Ok(self.0)
+    }
+}
+
+impl SendDataLane for MemorySendLane {
+    fn connect(&self) -> Result<(), DataError> {
+        Ok(())
+    }
+
+    fn gather(
+        &self,
+        rank: u32,
+        mut offset: usize,
+        slices: &[(KvSlice, PageId)],
+        checksums: bool,
+    ) -> Result<Box<dyn Gathering>, DataError> {
+        assert!(checksums, "the suite compares all");
+        let mut staging = self.staging[rank as usize].lock().unwrap();
+        let mut sums = Vec::new();
+        for (slice, page) in slices {
+            let place = self.cache.place(slice, *page).filter(|(owner, _)| *owner == rank);
+            let (_, place) = place.ok_or_else(|| DataError(format!("{slice:?} is not on rank {rank}")))?;
+            let pool = self.cache.ranks[rank as usize].lock().unwrap();
+            let bytes = pool.get(place).ok_or_else(|| DataError(format!("{slice:?} is beyond the pool")))?;
+            staging[offset..offset + bytes.len()].copy_from_slice(bytes);
+            offset += bytes.len();
+            sums.push(checksum(bytes));
+        }
+        Ok(Box::new(Gathered(sums)))
+    }
+
+    fn announced(&self, _: &Batch, _: usize) {}
+
+    fn close(&self) {}
+}
+
+struct MemoryReceive {
+    cache: Arc<MemoryCache>,
+}
+
+impl ReceiveData for MemoryReceive {
+    fn offer(&self) -> DataOffer {
+        offer(101, &self.cache.layout)
+    }
+
+    fn open(&self, _: &LaneSides<'_>, setup: &[u8]) -> Result<(Arc<dyn ReceiveDataLane>, Vec<PairRate>), DataError> {
+        let number = u64::from_le_bytes(setup.try_into().map_err(|_| DataError("not a number".into()))?);
+        let staging = STAGING.lock().unwrap().as_ref().and_then(|staging| staging.get(&number).cloned());
+        let staging = staging.ok_or_else(|| DataError(format!("no staging {number}")))?;
+        let (queue, inbox) = mpsc::channel::<Taking>();
+        let cache = Arc::clone(&self.cache);
+        std::thread::spawn(move || {
+            while let Ok(taking) = inbox.recv() {
+                std::thread::sleep(Duration::from_micros(200));
+                take(&cache, &staging, taking);
+            }
+        });
+        let rate = PairRate { sender_rank: 0, receiver_rank: 0, path: Path::Ipc, mb_per_s: 1 };
+        Ok((Arc::new(MemoryReceiveLane { queue: Mutex::new(queue) }), vec![rate]))
+    }
+}
+
+fn take(cache: &MemoryCache, staging: &Staging, taking: Taking) {
+    let Taking { batch, bytes, pages, done } = taking;
+    let Some(pages) = pages else { return done(Taken::Whole) };
+    let staging = staging[batch.sender_rank as usize].lock().unwrap();
+    let first = batch.offset as usize;
+    let staged = staging[first..first + bytes].chunks(bytes / batch.slices.len());
+    let mut corrupt = None;
+    for ((slice, page), bytes) in batch.slices.iter().zip(pages).zip(staged) {
+        let (rank, place) = cache.place(&slice.slice, page).unwrap();
+        assert_eq!(rank, batch.receiver_rank);
+        cache.ranks[rank as usize].lock().unwrap()[place].copy_from_slice(bytes);
+        if checksum(bytes) != slice.checksum {
+            corrupt.get_or_insert(slice.slice);
+        }
+    }
+    done(corrupt.map_or(Taken::Whole, Taken::Corrupt));
+}
+
+struct MemoryReceiveLane {
+    queue: Mutex<mpsc::Sender<Taking>>,
+}
+
+impl ReceiveDataLane for MemoryReceiveLane {
+    fn take(&self, taking: Taking) {
+        self.queue.lock().unwrap().send(taking).unwrap();
+    }
+
+    fn close(&self) {}
+}
+
+fn world(options: &Options, plan: Option<FaultPlan>) -> World {
+    let sender = Arc::new(MemoryCache::new(&options.sender_layout));
+    let receiver = Arc::new(MemoryCache::new(&options.receiver_layout));
+    let config = &options.config;
+    let staging_bytes = config.in_flight_bytes_max as usize + 2 * config.batch_bytes_max as usize;
+    let send = Arc::new(MemorySend { cache: Arc::clone(&sender), staging_bytes });
+    let receive = Arc::new(MemoryReceive { cache: Arc::clone(&receiver) });
+    let caches = Arc::new(MemoryCaches { sender, receiver, damaged: Mutex::default() });
+    piped_with_data(options, send, receive, caches, plan)
+}
+
+pub(crate) fn over_memory(options: Options) -> BoxFuture<'static, Option<World>> {
+    async move { Some(world(&options, None)) }.boxed()
+}
+
+pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
+    world(&options, Some(plan))
+}

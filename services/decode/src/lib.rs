@@ -85,11 +85,14 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         .add_service(wire::server::worker(worker))
         .add_service(wire::server::decode(decode));
     grpc::serve(&runtime.tasks, "grpc", listener, router);
-    serve_kv(&runtime.tasks, kv_listener, Arc::clone(&receiver));
 
     let status = Arc::clone(&runtime.status);
     let load = move || model.load(&sizes.engine, None, &status);
     let Some(loaded) = runtime.blocking("load-model", load).await? else { return Ok(runtime.tasks.join().await?) };
+    if let Some(data) = runtime.receive_data(&loaded.engine, &config.transfer)? {
+        receiver.set_data(data);
+    }
+    serve_kv(&runtime.tasks, kv_listener, Arc::clone(&receiver));
     let masks = runtime.start_masks(&loaded.compiler, config.mask_threads)?;
     let state = DecodeState::new(
         scheduler,

@@ -124,6 +124,7 @@ impl DecodeState {
             Message::Arrival(Arrival { ticket, event }) => match event {
                 ArrivalEvent::Begin { sender, layout } => self.on_begin(ticket, &sender, &layout),
                 ArrivalEvent::Part { .. } => unreachable!("parts were staged"),
+                ArrivalEvent::Landed { slices, bytes } => self.on_landed(now, ticket, &slices, bytes),
                 ArrivalEvent::Commit { first, reply } => self.on_commit(now, ticket, first, reply),
                 ArrivalEvent::Ended(cause) => self.on_transfer_ended(ticket, cause),
             },
@@ -187,10 +188,28 @@ impl DecodeState {
     fn on_begin(&mut self, ticket: TicketId, sender: &PeerId, layout: &KvLayout) {
         match self.scheduler.begin_landing(ticket, sender, layout) {
             Ok(tables) => {
+                self.transport.land(ticket, &tables);
                 if let Some(flight) = self.flights.get_mut(&ticket) {
                     flight.tables = Some(tables);
                 }
             }
+            Err(error) => self.fail_transfer(ticket, &error),
+        }
+    }
+
+    /// Takes note of slices that the transport has written to their pages.
+    fn on_landed(&mut self, now: Instant, ticket: TicketId, slices: &[kv::KvSlice], bytes: usize) {
+        let Some(flight) = self.flights.get_mut(&ticket) else { return };
+        flight.first_part_at.get_or_insert(now);
+        flight.kv_bytes += bytes as u64;
+        let sender = flight.prefill.clone();
+        slices.iter().for_each(|slice| self.slice_arrived(ticket, &sender, slice));
+    }
+
+    fn slice_arrived(&mut self, ticket: TicketId, sender: &PeerId, slice: &kv::KvSlice) {
+        match self.scheduler.slice_arrived(ticket, sender, slice) {
+            // A repetition holds the same bytes: it carries the same checksum.
+            Ok(_) | Err(TicketError::Slice(SliceError::Duplicate { .. }) | TicketError::Gone(_)) => {}
             Err(error) => self.fail_transfer(ticket, &error),
         }
     }
@@ -220,11 +239,7 @@ impl DecodeState {
             }
         }
         for (ticket, sender, slice) in std::mem::take(&mut self.staged.slices) {
-            match self.scheduler.slice_arrived(ticket, &sender, &slice) {
-                // A repetition holds the same bytes: it carries the same checksum.
-                Ok(_) | Err(TicketError::Slice(SliceError::Duplicate { .. }) | TicketError::Gone(_)) => {}
-                Err(error) => self.fail_transfer(ticket, &error),
-            }
+            self.slice_arrived(ticket, &sender, &slice);
         }
         self.carry_out();
         Ok(())

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::BytesMut;
 use engine::{KvListener, KvReader};
-use kv::PageTables;
+use kv::{KvSlice, PageTables};
 use scheduler::plan::StepPlan;
-use transfer::Part;
+use transfer::{Carries, Part};
 
 use crate::error::PrefillError;
 use crate::handoff::Handoff;
@@ -58,9 +58,20 @@ impl KvListener for Exporter {
 impl Export {
     fn send(&self, rank: u32, layers: Range<u32>, kv: &dyn KvReader) -> Result<(), PrefillError> {
         let (map, sender) = (&self.handoff.map, self.handoff.sender()?);
-        for slice in map.ready_slices(rank, layers, self.positions.clone()) {
-            let page =
-                self.tables.physical(&slice).ok_or_else(|| PrefillError::Export(format!("{slice:?} has no page")))?;
+        let page = |slice: &KvSlice| {
+            self.tables.physical(slice).ok_or_else(|| PrefillError::Export(format!("{slice:?} has no page")))
+        };
+        let slices = map.ready_slices(rank, layers, self.positions.clone());
+        if sender.carries() == Carries::Pages {
+            let places = slices.map(|slice| Ok((slice, page(&slice)?))).collect::<Result<Vec<_>, PrefillError>>()?;
+            if !places.is_empty() {
+                self.handoff.part_leaves();
+                sender.pages(rank, &places)?;
+            }
+            return Ok(());
+        }
+        for slice in slices {
+            let page = page(&slice)?;
             let mut bytes = BytesMut::zeroed(map.slice_bytes(&slice));
             kv.export_kv(&slice, page, &mut bytes)?;
             self.handoff.part_leaves();

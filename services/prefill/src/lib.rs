@@ -19,8 +19,8 @@ use chassis::net::{Network, grpc};
 use engine::KvListener;
 use scheduler::PrefillScheduler;
 use tokio_util::task::TaskTracker;
-use transfer::Lanes;
 use transfer::host::HostSender;
+use transfer::{Lanes, SendTransport};
 use types::{KvLayout, Role, WorkerDescription};
 use wire::pb::prefill_server::PrefillServer;
 use worker::{NetworkConnector, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, step_loop};
@@ -72,7 +72,8 @@ async fn run_with_lanes(
         lane_tasks.clone(),
         runtime.shutdown().stop().clone(),
     );
-    let lanes = Arc::new(Lanes::new(Arc::new(transport), &config.transfer));
+    let transport = Arc::new(transport);
+    let lanes = Arc::new(Lanes::new(Arc::clone(&transport) as Arc<dyn SendTransport>, &config.transfer));
     runtime.serve_admin(admin);
     let on_drain = {
         let mailbox = mailbox.clone();
@@ -103,6 +104,9 @@ async fn run_with_lanes(
     let (status, listener) = (Arc::clone(&runtime.status), Arc::clone(&exporter) as Arc<dyn KvListener>);
     let load = move || model.load(&sizes.engine, Some(listener), &status);
     let Some(loaded) = runtime.blocking("load-model", load).await? else { return Ok(runtime.tasks.join().await?) };
+    if let Some(data) = runtime.send_data(&loaded.engine, &config.transfer)? {
+        transport.set_data(data);
+    }
     let masks = runtime.start_masks(&loaded.compiler, config.mask_threads)?;
     let state = PrefillState::new(
         scheduler,

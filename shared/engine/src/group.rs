@@ -10,7 +10,7 @@ use scheduler::plan::{StepOutput, StepPlan};
 use types::{KvLayout, PageId};
 
 use crate::fault::Fault;
-use crate::{Engine, EngineError};
+use crate::{Engine, EngineError, KvPort};
 
 /// Commands that may wait at a rank. Two steps in flight are four; the rest leaves KV transfers some room. A full queue makes callers wait.
 const QUEUE: usize = 16;
@@ -45,6 +45,7 @@ pub struct EngineGroup {
     /// Held while one command goes to all ranks, so that all get the commands in one order whoever calls.
     broadcast: Mutex<()>,
     kv_layout: KvLayout,
+    kv_ports: Option<Vec<KvPort>>,
     fault: Arc<Fault>,
 }
 
@@ -71,6 +72,7 @@ impl EngineGroup {
             outputs: Mutex::default(),
             broadcast: Mutex::new(()),
             kv_layout,
+            kv_ports: None,
             fault: fault.clone(),
         };
         for rank in 0..ranks {
@@ -92,8 +94,10 @@ impl EngineGroup {
         drop(ready);
         group.outputs = Mutex::new(outputs);
         // A constructor that fails leaves the other ranks idle; dropping the group then ends and joins them.
-        built.iter().collect::<Result<Vec<()>, EngineError>>()?;
+        let mut built = built.iter().collect::<Result<Vec<_>, EngineError>>()?;
         fault.check()?;
+        built.sort_by_key(|(rank, _)| *rank);
+        group.kv_ports = built.into_iter().map(|(_, port)| port).collect();
         Ok(group)
     }
 
@@ -107,6 +111,12 @@ impl EngineGroup {
     #[must_use]
     pub const fn kv_layout(&self) -> &KvLayout {
         &self.kv_layout
+    }
+
+    /// Each rank's cache, for whoever moves pages beside the steps; `None` if they are in host memory.
+    #[must_use]
+    pub fn kv_ports(&self) -> Option<&[KvPort]> {
+        self.kv_ports.as_deref()
     }
 
     /// Has every rank start a step, after the steps launched before. Returns without waiting for the step.
@@ -212,7 +222,7 @@ impl RankThread {
     fn run<E: Engine>(
         self,
         construct: &dyn Fn(u32) -> Result<E, EngineError>,
-        ready: SyncSender<Result<(), EngineError>>,
+        ready: SyncSender<Result<(u32, Option<KvPort>), EngineError>>,
     ) {
         self.fault.register(self.rank);
         // Held beyond a panic: whoever sees this end of the channel gone finds the fault tripped.
@@ -229,7 +239,7 @@ impl RankThread {
                 }
             };
             if let Some(ready) = ready.take() {
-                let _ = ready.send(Ok(())); // as above
+                let _ = ready.send(Ok((self.rank, engine.kv_port()))); // as above
             }
             // Before the engine is dropped, which may wake other ranks: they shall find the cause.
             self.serve(&mut engine).map_err(|error| error.to_string()).inspect_err(|reason| {

@@ -22,9 +22,16 @@ mod vector;
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+pub use kernels::KvPort;
 use kv::KvSlice;
 use scheduler::plan::{StepOutput, StepPlan};
 use types::PageId;
+
+/// A cache on a device; in a build without devices there is none.
+#[cfg(not(feature = "cuda"))]
+#[derive(Debug, Clone)]
+pub enum KvPort {}
 
 /// One rank. All methods are called from the rank's own thread, in the same order on every rank of the group.
 ///
@@ -58,6 +65,11 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::KvSlice`] if the slice is not on this rank or `bytes` has another length.
     fn import_kv(&mut self, slice: &KvSlice, page: PageId, bytes: &[u8]) -> Result<(), EngineError>;
+
+    /// This rank's cache, for whoever moves pages beside the steps; `None` if it is in host memory.
+    fn kv_port(&self) -> Option<KvPort> {
+        None
+    }
 }
 
 /// Told from inside a step, on each rank's own thread, when rows marked `publish_kv` have their keys and values of some layers in the cache.

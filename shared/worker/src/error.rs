@@ -34,6 +34,9 @@ pub enum WorkerError {
     /// The config does not fit the model.
     #[error("config does not fit the model: {0}")]
     Config(String),
+    /// A device refuses what a KV transfer needs of it.
+    #[error("cannot prepare the kv data path")]
+    DataPath(#[from] transfer::data::DataError),
     /// A bug.
     #[error("thread {0} panicked")]
     Panicked(&'static str),

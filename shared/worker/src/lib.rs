@@ -7,6 +7,7 @@
 
 pub mod backend;
 pub mod config;
+mod data_path;
 pub mod error;
 pub mod link;
 pub mod masks;

@@ -7,12 +7,17 @@ use chassis::net::{Address, Listener, Network, http};
 use chassis::tasks::Tasks;
 use chassis::{Metrics, Shutdown};
 use constraint::Compiler;
+use engine::group::EngineGroup;
 use tokio::sync::oneshot;
 use tonic::server::NamedService;
 use tonic::service::Routes;
+use transfer::TransferConfig;
+use transfer::data::{ReceiveData, SendData};
+use transfer::device::{DeviceReceive, DeviceSend};
 use types::{Incarnation, PeerId, WorkerId, WorkerState};
 
 use crate::config::StepLoopConfig;
+use crate::data_path;
 use crate::error::WorkerError;
 use crate::masks::MaskThreads;
 use crate::metrics::WorkerMetrics;
@@ -116,6 +121,34 @@ impl Runtime {
             },
             () = self.shutdown().drain().cancelled() => Ok(None),
         }
+    }
+
+    /// What moves KV out of the caches of `engine`; `None` where it goes through host memory.
+    ///
+    /// # Errors
+    /// `Config` for a transport that these caches do not have, `DataPath` if a device refuses.
+    pub fn send_data(
+        &self,
+        engine: &EngineGroup,
+        config: &TransferConfig,
+    ) -> Result<Option<Arc<dyn SendData>>, WorkerError> {
+        let Some(ports) = data_path::ports(engine, config)? else { return Ok(None) };
+        let counters = data_path::counters(&self.registry);
+        Ok(Some(Arc::new(DeviceSend::new(ports, engine.kv_layout(), config, &counters)?)))
+    }
+
+    /// What moves KV into the caches of `engine`; `None` where it goes through host memory.
+    ///
+    /// # Errors
+    /// As [`Self::send_data`].
+    pub fn receive_data(
+        &self,
+        engine: &EngineGroup,
+        config: &TransferConfig,
+    ) -> Result<Option<Arc<dyn ReceiveData>>, WorkerError> {
+        let Some(ports) = data_path::ports(engine, config)? else { return Ok(None) };
+        let counters = data_path::counters(&self.registry);
+        Ok(Some(Arc::new(DeviceReceive::new(ports, engine.kv_layout(), config, &counters)?)))
     }
 
     /// Starts the threads that compute masks.

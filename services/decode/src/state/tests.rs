@@ -83,6 +83,8 @@ impl ReceiveTransport for NotedTransport {
         Ok(())
     }
 
+    fn land(&self, _: TicketId, _: &kv::PageTables) {}
+
     fn revoke(&self, ticket: TicketId, _: transfer::AbortReason) -> Revoked {
         self.revoked.lock().unwrap().push(ticket);
         *self.answer.lock().unwrap()

@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use device::{DeviceBuffer, PinnedBuffer, Stream, View};
+use device::{Device, DeviceBuffer, PinnedBuffer, Stream, View};
 use half::bf16;
-use kernels::{KvCache, PageTable};
+use kernels::{KvCache, KvPool, KvPort, PageTable};
 use kv::KvSlice;
 use model::{ModelConfig, ShardPlan};
 use scheduler::plan::PageDelta;
@@ -111,6 +111,18 @@ impl RankCache {
             PageGroup::Full => &mut self.full,
             PageGroup::Window => &mut self.window,
         }
+    }
+
+    /// The pools, for whoever moves pages beside the steps.
+    pub(crate) fn port(&self, device: Device) -> KvPort {
+        let head_bytes = self.layout.head_bytes();
+        let pool = |Group { cache, .. }: &Group| KvPool {
+            memory: cache.pool.share(),
+            layers: cache.layers,
+            kv_heads: cache.kv_heads,
+            head_bytes,
+        };
+        KvPort { device, full: pool(&self.full), window: pool(&self.window) }
     }
 
     /// Forgets a slot's tables.

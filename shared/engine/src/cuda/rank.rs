@@ -20,7 +20,7 @@ use super::kv_cache::{CacheReader, RankCache};
 use super::sampler::{DeviceSampler, Drawing, Drawn};
 use super::step_inputs::StepInputs;
 use super::{CudaOptions, HEAD_DIM, Loaded, Precision};
-use crate::{Engine, EngineError, KvListener};
+use crate::{Engine, EngineError, KvListener, KvPort};
 
 /// Rows of logits that are computed at once, if slots do not ask for more.
 const LOGIT_ROWS: usize = 32;
@@ -391,6 +391,10 @@ impl Engine for CudaRank {
 
     fn import_kv(&mut self, slice: &KvSlice, page: PageId, bytes: &[u8]) -> Result<(), EngineError> {
         self.cache.import(&self.gpu.stream, slice, page, bytes)
+    }
+
+    fn kv_port(&self) -> Option<KvPort> {
+        Some(self.cache.port(self.gpu.stream.device()))
     }
 }
 

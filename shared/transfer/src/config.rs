@@ -37,6 +37,50 @@ pub struct TransferConfig {
     pub min_gb_per_s: u32,
     /// Use them all the same, with a warning.
     pub allow_slow: bool,
+    /// For tests that kill a worker: where a sender stops ...
+    pub hold_at: HoldAt,
+    /// ... and for how long; 0 never.
+    pub hold_ms: u64,
+}
+
+/// A point of a transfer at which a test may want a process to stand still.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HoldAt {
+    /// Nowhere.
+    #[default]
+    None,
+    /// The bytes of a lane's first batch are in staging; it has not been announced.
+    Announce,
+    /// A batch was announced, and the next has not been.
+    Second,
+    /// The receiver has joined, and this side has not taken note.
+    Commit,
+}
+
+/// The hold that a config asks for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Hold {
+    at: HoldAt,
+    pause: Duration,
+}
+
+impl Hold {
+    /// How long to stand still at a point; it is logged, so that a test sees it.
+    pub(crate) fn at(self, point: HoldAt) -> Option<Duration> {
+        let holds = self.at == point && !self.pause.is_zero();
+        if holds {
+            tracing::warn!("held at {point:?} for {:?} (transfer.hold_at)", self.pause);
+        }
+        holds.then_some(self.pause)
+    }
+
+    /// Stands still on a thread that may block.
+    pub(crate) fn hold_here(self, point: HoldAt) {
+        if let Some(pause) = self.at(point) {
+            std::thread::sleep(pause);
+        }
+    }
 }
 
 /// How KV travels between two workers.
@@ -88,6 +132,8 @@ impl Default for TransferConfig {
             checksum_every: 16,
             min_gb_per_s: 100,
             allow_slow: false,
+            hold_at: HoldAt::None,
+            hold_ms: 0,
         }
     }
 }
@@ -136,6 +182,10 @@ impl TransferConfig {
 
     pub(crate) fn setup_timeout(&self) -> Duration {
         Duration::from_millis(self.setup_timeout_ms)
+    }
+
+    pub(crate) fn hold(&self) -> Hold {
+        Hold { at: self.hold_at, pause: Duration::from_millis(self.hold_ms) }
     }
 
     pub(crate) fn ping_interval(&self) -> Duration {

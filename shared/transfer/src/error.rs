@@ -78,6 +78,9 @@ pub enum LossCause {
     /// The peer broke the protocol.
     #[error("protocol: {0}")]
     Protocol(#[from] FrameError),
+    /// What goes beside the connection failed, and the two sides are out of step.
+    #[error("data path: {0}")]
+    DataPath(DataError),
     /// This side closed the connection.
     #[error("closed here")]
     Closed,
@@ -94,6 +97,7 @@ impl LossCause {
             Self::Stalled(_) => "peer_stalled",
             Self::AbortUnanswered(_) => "abort_unanswered",
             Self::Protocol(_) => "protocol",
+            Self::DataPath(_) => "data_path",
             Self::Closed => "closed",
         }
     }

@@ -17,7 +17,7 @@ pub mod frame;
 pub mod host;
 pub mod lanes;
 
-pub use config::{TransferConfig, TransportChoice};
+pub use config::{HoldAt, TransferConfig, TransportChoice};
 pub use contract::{
     Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, Carries, CommitReply, EndCause, FirstToken, Part, Receipt,
     ReceiveTransport, Revoked, SendLane, SendTicket, SendTransport, SinkClosed,

@@ -126,7 +126,10 @@ pub trait SendDataLane: Send + Sync {
     ) -> Result<Box<dyn Gathering>, DataError>;
 
     /// A batch was announced, so that the receiver will take it: two-sided paths send now. Called in the order of announcements for each rank.
-    fn announced(&self, batch: &Batch, bytes: usize);
+    ///
+    /// # Errors
+    /// [`DataError`], after which the lane is beyond use: the two sides are out of step.
+    fn announced(&self, batch: &Batch, bytes: usize) -> Result<(), DataError>;
 
     /// The lane is lost or closed. Never blocks for long; idempotent.
     fn close(&self);

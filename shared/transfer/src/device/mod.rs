@@ -1,23 +1,31 @@
-//! Data paths between GPUs: CUDA IPC, on one card or two. (Feature `cuda`.)
+//! Data paths between GPUs: CUDA IPC, on one card or two, and NCCL between two. (Feature `cuda`.)
+//!
+//! By IPC the receiver's copy engine fetches a batch from the sender's staging, which takes no multiprocessor on either side. By NCCL the sender
+//! sends when it has announced, and the receiver receives when it has heard so, into staging of its own. Either way it scatters from there.
 //!
 //! Each side is built from the [`KvPort`]s of its ranks. Work runs on streams of its own, beside the steps: at the sender on the thread of the rank
 //! whose layers are complete, at the receiver on one thread for each GPU.
 #![allow(unsafe_code)] // memory that the other side's process or engine shares is addressed here: each use says why nobody else touches it
 
 mod landing_thread;
+mod link;
 mod receive;
 mod send;
 mod setup;
 
+use device::nccl::Nccl;
 use kernels::{KvPool, KvPort};
 use kv::KvSlice;
 use types::{KvLayout, PageGroup, PageId};
 
 use crate::config::TransportChoice;
-use crate::data::{DataError, DataOffer};
+use crate::data::{DataError, DataOffer, LaneSides};
 
 pub use receive::DeviceReceive;
 pub use send::DeviceSend;
+
+/// With this code the process exits when a communicator cannot be aborted: kernels of it hold the GPU for ever.
+pub const STUCK_EXIT_CODE: i32 = 75;
 
 impl From<kernels::KernelError> for DataError {
     fn from(error: kernels::KernelError) -> Self {
@@ -34,7 +42,27 @@ impl From<device::DeviceError> for DataError {
 /// What the ranks behind `ports` can do.
 fn offer(choice: TransportChoice, ports: &[KvPort]) -> Result<DataOffer, DataError> {
     let gpus = ports.iter().map(|port| port.device.uuid()).collect::<Result<_, _>>()?;
-    Ok(DataOffer { choice, host: host_id(), gpus, nccl: 0 })
+    let nccl = match choice {
+        TransportChoice::Auto | TransportChoice::Nccl => Nccl::load().map_or_else(
+            |error| {
+                tracing::info!(%error, "no nccl for kv");
+                0
+            },
+            Nccl::version,
+        ),
+        TransportChoice::Host | TransportChoice::Ipc => 0,
+    };
+    Ok(DataOffer { choice, host: host_id(), gpus, nccl })
+}
+
+/// Pairs of ranks that hold the same heads, by the sender's rank, then the receiver's.
+fn pairs(sides: &LaneSides<'_>) -> Vec<(u32, u32)> {
+    let all = (0..sides.sender.tp).flat_map(|sender| (0..sides.receiver.tp).map(move |receiver| (sender, receiver)));
+    let share = |(sender, receiver): &(u32, u32)| {
+        let (theirs, ours) = (sides.sender.rank_heads(*sender), sides.receiver.rank_heads(*receiver));
+        ours.start.max(theirs.start) < ours.end.min(theirs.end)
+    };
+    all.filter(share).collect()
 }
 
 /// Tells this host, in this boot, from others.

@@ -1,21 +1,21 @@
 //! Decode's half: opens the sender's staging, measures each pair, and hands batches to the thread of the GPU that they go to.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use device::{SharedMemory, Stream};
+use device::nccl::UniqueId;
+use device::{DeviceBuffer, SharedMemory};
 use kernels::KvPort;
 use types::KvLayout;
 
-use super::landing_thread::{Job, LandingThread};
-use super::offer;
-use super::setup::{StagingHandle, decode};
+use super::landing_thread::{Job, LandingThread, Source};
+use super::link::{Link, PROBE_BYTES, PROBES};
+use super::setup::{Setup, StagingHandle};
+use super::{offer, pairs};
 use crate::config::TransferConfig;
 use crate::data::{
-    DataCounters, DataError, DataOffer, LaneSides, PairRate, ReceiveData, ReceiveDataLane, Taken, Taking,
+    DataCounters, DataError, DataOffer, LaneSides, PairRate, Path, ReceiveData, ReceiveDataLane, Taken, Taking,
 };
-
-/// Bytes that are copied to measure a pair.
-const PROBE_BYTES: usize = 64 << 20;
 
 /// The caches of a decode worker's ranks.
 pub struct DeviceReceive {
@@ -46,27 +46,66 @@ impl DeviceReceive {
         Ok(Self { offer, config, ports, threads: Arc::new(threads), counters })
     }
 
-    /// Opens one rank's staging on one of our GPUs and copies out of it.
-    fn measure(
+    /// Opens a way out of one rank's staging to one of our GPUs, and measures it.
+    fn open_pair(
         &self,
+        path: Path,
         handle: &StagingHandle,
-        stream: &Stream,
-        probe_bytes: usize,
-    ) -> Result<(SharedMemory, u32), DataError> {
-        let staging = SharedMemory::import(&stream.device(), &handle.handle, handle.bytes as usize)?;
-        let target = stream.allocate::<u8>(probe_bytes)?.share();
+        ids: &mut impl Iterator<Item = UniqueId>,
+        port: &KvPort,
+    ) -> Result<(Source, u32), DataError> {
+        let bytes = handle.bytes as usize;
+        let probe_bytes = PROBE_BYTES.min(bytes);
+        let mut target = port.device.stream()?.allocate::<u8>(probe_bytes)?;
+        let source = match path {
+            Path::Ipc => {
+                let stream = port.device.stream()?;
+                Source::Ipc { memory: SharedMemory::import(&port.device, &handle.handle, bytes)?, stream }
+            }
+            Path::Nccl => {
+                let id = ids.next().ok_or_else(|| DataError("a pair without a communicator".into()))?;
+                Source::Nccl { link: Arc::new(Link::join(port, &id, false, &self.config)?), bytes }
+            }
+        };
         let mut best_us = f64::INFINITY;
-        for _ in 0..3 {
-            let start = stream.record()?;
+        for _ in 0..PROBES {
+            best_us = best_us.min(probe(&source, &mut target)?);
+        }
+        Ok((source, (probe_bytes as f64 / best_us) as u32))
+    }
+
+    fn check_rate(&self, sides: &LaneSides<'_>, rate: &PairRate) -> Result<(), DataError> {
+        let PairRate { sender_rank, receiver_rank, mb_per_s, .. } = *rate;
+        let floor = self.config.min_gb_per_s;
+        if mb_per_s >= floor.saturating_mul(1_000) {
+            return Ok(());
+        }
+        let slow =
+            format!("rank {sender_rank} to rank {receiver_rank}: {mb_per_s} MB/s, transfer.min_gb_per_s is {floor}");
+        if self.config.allow_slow {
+            tracing::warn!(peer = %sides.peer, "kv data path is slow: {slow}");
+            return Ok(());
+        }
+        Err(DataError(slow + " (transfer.allow_slow lets it be)"))
+    }
+}
+
+/// Microseconds that it takes to fill `target`.
+fn probe(source: &Source, target: &mut DeviceBuffer<u8>) -> Result<f64, DataError> {
+    let (stream, bytes) = (source.stream(), target.len());
+    let start = stream.record()?;
+    match source {
+        Source::Ipc { memory, stream } => {
+            let target = target.share();
             // SAFETY: both live until the event below has passed; nothing else knows the target, and what the sender writes to its staging
             // meanwhile does not matter: nobody looks at the bytes.
-            unsafe { stream.copy_shared((&target, 0), (&staging, 0), probe_bytes) }?;
-            let end = stream.record()?;
-            end.wait()?;
-            best_us = best_us.min(end.elapsed_us(&start)?);
+            unsafe { stream.copy_shared((&target, 0), (memory, 0), bytes) }?;
         }
-        Ok((staging, (probe_bytes as f64 / best_us) as u32))
+        Source::Nccl { link, .. } => link.receive(target, 0, bytes)?,
     }
+    let end = stream.record()?;
+    end.wait()?;
+    Ok(end.elapsed_us(&start)?)
 }
 
 impl ReceiveData for DeviceReceive {
@@ -79,57 +118,47 @@ impl ReceiveData for DeviceReceive {
         sides: &LaneSides<'_>,
         setup: &[u8],
     ) -> Result<(Arc<dyn ReceiveDataLane>, Vec<PairRate>), DataError> {
-        let handles = decode(setup, sides.sender.tp as usize)?;
-        let (mut sources, mut rates) = (Vec::new(), Vec::new());
-        for (sender_rank, handle) in (0_u32..).zip(&handles) {
-            for (receiver_rank, port) in (0_u32..).zip(&self.ports) {
-                let (ours, theirs) = (sides.receiver.rank_heads(receiver_rank), sides.sender.rank_heads(sender_rank));
-                if ours.start.max(theirs.start) >= ours.end.min(theirs.end) {
-                    sources.push(None);
-                    continue;
-                }
-                let probe_bytes = PROBE_BYTES.min(handle.bytes as usize);
-                let (staging, mb_per_s) = self.measure(handle, &port.device.stream()?, probe_bytes)?;
-                sources.push(Some(staging));
-                let path = sides.paths.pair(sender_rank, receiver_rank);
-                let rate = PairRate { sender_rank, receiver_rank, path, mb_per_s };
-                self.counters.measured(sides.peer, rate);
-                rates.push(rate);
-                let floor = self.config.min_gb_per_s;
-                if mb_per_s < floor.saturating_mul(1_000) {
-                    let slow = format!(
-                        "rank {sender_rank} to rank {receiver_rank}: {mb_per_s} MB/s, transfer.min_gb_per_s is {floor}"
-                    );
-                    if !self.config.allow_slow {
-                        return Err(DataError(slow + " (transfer.allow_slow lets it be)"));
-                    }
-                    tracing::warn!(peer = %sides.peer, "kv data path is slow: {slow}");
-                }
-            }
+        let pairs = pairs(sides);
+        let by_nccl = pairs.iter().filter(|(sender, receiver)| sides.paths.pair(*sender, *receiver) == Path::Nccl);
+        let setup = Setup::decode(setup, sides.sender.tp as usize, by_nccl.count())?;
+        let mut ids = setup.communicators.iter().copied();
+        let (mut sources, mut rates) = (BTreeMap::new(), Vec::new());
+        for pair @ (sender_rank, receiver_rank) in pairs {
+            let path = sides.paths.pair(sender_rank, receiver_rank);
+            let (handle, port) = (&setup.staging[sender_rank as usize], &self.ports[receiver_rank as usize]);
+            let (source, mb_per_s) = self.open_pair(path, handle, &mut ids, port)?;
+            let rate = PairRate { sender_rank, receiver_rank, path, mb_per_s };
+            self.counters.measured(sides.peer, rate);
+            self.check_rate(sides, &rate)?;
+            sources.insert(pair, source);
+            rates.push(rate);
         }
-        let threads = Arc::clone(&self.threads);
-        Ok((Arc::new(DeviceReceiveLane { sources, receivers: self.ports.len(), threads }), rates))
+        Ok((Arc::new(DeviceReceiveLane { sources, threads: Arc::clone(&self.threads) }), rates))
     }
 }
 
 struct DeviceReceiveLane {
-    /// `[sender rank][receiver rank]`: the sender's staging, opened on the receiver's GPU.
-    sources: Vec<Option<SharedMemory>>,
-    receivers: usize,
+    /// By the sender's rank, then the receiver's.
+    sources: BTreeMap<(u32, u32), Source>,
     threads: Arc<Vec<LandingThread>>,
 }
 
 impl ReceiveDataLane for DeviceReceiveLane {
     fn take(&self, taking: Taking) {
-        let (sender, receiver) = (taking.batch.sender_rank as usize, taking.batch.receiver_rank as usize);
-        let source = self.sources.get(sender * self.receivers + receiver).and_then(Option::as_ref);
+        let (sender, receiver) = (taking.batch.sender_rank, taking.batch.receiver_rank);
         let (first, bytes) = (taking.batch.offset as usize, taking.bytes);
-        let fits = |source: &&SharedMemory| first.checked_add(bytes).is_some_and(|end| end <= source.len());
-        match source.filter(fits) {
-            Some(source) => self.threads[receiver].send(Job { source: source.clone(), taking }),
+        let fits = |source: &&Source| first.checked_add(bytes).is_some_and(|end| end <= source.bytes());
+        match self.sources.get(&(sender, receiver)).filter(fits) {
+            Some(source) => self.threads[receiver as usize].send(Job { source: source.clone(), taking }),
             None => (taking.done)(Taken::Failed(DataError(format!("bytes {first} + {bytes} are not in staging")))),
         }
     }
 
-    fn close(&self) {}
+    fn close(&self) {
+        for source in self.sources.values() {
+            if let Source::Nccl { link, .. } = source {
+                link.abort();
+            }
+        }
+    }
 }

@@ -1,17 +1,21 @@
 //! Prefill's half: gathers pages into staging on the sender's GPU, from where the receiver copies.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use device::nccl::UniqueId;
 use device::{DeviceBuffer, Event, SharedMemory, Stream};
 use kernels::{KvDirection, KvKernels, KvMove, KvMoving, KvPort, KvTable};
 use kv::KvSlice;
 use types::{KvLayout, PageId};
 
-use super::setup::{StagingHandle, encode};
-use super::{offer, piece};
+use super::link::{Link, PROBE_BYTES, PROBES};
+use super::setup::{Setup, StagingHandle};
+use super::{offer, pairs, piece};
 use crate::config::TransferConfig;
 use crate::data::{
-    BATCH_SLICES_MAX, Batch, DataCounters, DataError, DataOffer, Gathering, LaneSides, SendData, SendDataLane, Stage,
+    BATCH_SLICES_MAX, Batch, DataCounters, DataError, DataOffer, Gathering, LaneSides, Path, SendData, SendDataLane,
+    Stage,
 };
 use crate::host::staging_bytes;
 
@@ -77,15 +81,21 @@ impl SendData for DeviceSend {
         self.offer.clone()
     }
 
-    fn open(&self, _: &LaneSides<'_>) -> Result<(Arc<dyn SendDataLane>, Vec<u8>), DataError> {
+    fn open(&self, sides: &LaneSides<'_>) -> Result<(Arc<dyn SendDataLane>, Vec<u8>), DataError> {
         let buffers = self.staging()?;
         let staging: Vec<SharedMemory> = buffers.iter().map(DeviceBuffer::share).collect();
         let handle = |memory: &SharedMemory| -> Result<StagingHandle, DataError> {
             Ok(StagingHandle { handle: memory.export()?, bytes: memory.len() as u64 })
         };
         let handles = staging.iter().map(handle).collect::<Result<Vec<_>, _>>()?;
-        let (ranks, spare) = (Arc::clone(&self.ranks), Arc::clone(&self.spare));
-        Ok((Arc::new(DeviceSendLane { ranks, staging, buffers, spare }), encode(&handles)))
+        let by_nccl =
+            pairs(sides).into_iter().filter(|(sender, receiver)| sides.paths.pair(*sender, *receiver) == Path::Nccl);
+        let ids = by_nccl.map(|pair| Ok((pair, UniqueId::new()?))).collect::<Result<Vec<_>, DataError>>()?;
+        let communicators = ids.iter().map(|(_, id)| *id).collect();
+        let setup = Setup { staging: handles, communicators }.encode();
+        let (ranks, spare, config) = (Arc::clone(&self.ranks), Arc::clone(&self.spare), self.config.clone());
+        let lane = DeviceSendLane { ranks, staging, buffers, spare, config, ids, links: OnceLock::new() };
+        Ok((Arc::new(lane), setup))
     }
 }
 
@@ -94,10 +104,24 @@ struct DeviceSendLane {
     staging: Vec<SharedMemory>,
     buffers: Vec<DeviceBuffer<u8>>,
     spare: Spare,
+    config: TransferConfig,
+    /// Of pairs that talk by NCCL.
+    ids: Vec<((u32, u32), UniqueId)>,
+    links: OnceLock<BTreeMap<(u32, u32), Link>>,
 }
 
 impl SendDataLane for DeviceSendLane {
     fn connect(&self) -> Result<(), DataError> {
+        let mut links = BTreeMap::new();
+        for (pair @ (sender, _), id) in &self.ids {
+            let (port, staging) = (&self.ranks[*sender as usize].port, &self.buffers[*sender as usize]);
+            let link = Link::join(port, id, true, &self.config)?;
+            for _ in 0..PROBES {
+                link.send(staging, 0, PROBE_BYTES.min(staging.len()))?;
+            }
+            links.insert(*pair, link);
+        }
+        let _ = self.links.set(links); // called once
         Ok(())
     }
 
@@ -122,10 +146,17 @@ impl SendDataLane for DeviceSendLane {
         Ok(Box::new(DeviceGathering { ranks, index, start, moving, checksums }))
     }
 
-    /// The receiver comes for it.
-    fn announced(&self, _: &Batch, _: usize) {}
+    /// By IPC, the receiver comes for it.
+    fn announced(&self, batch: &Batch, bytes: usize) -> Result<(), DataError> {
+        let pair = (batch.sender_rank, batch.receiver_rank);
+        let link = self.links.get().and_then(|links| links.get(&pair));
+        // It was gathered before it was announced, so the send need not wait for another stream.
+        link.map_or(Ok(()), |link| link.send(&self.buffers[batch.sender_rank as usize], batch.offset as usize, bytes))
+    }
 
-    fn close(&self) {}
+    fn close(&self) {
+        self.links.get().into_iter().flat_map(BTreeMap::values).for_each(Link::abort);
+    }
 }
 
 impl Drop for DeviceSendLane {

@@ -99,7 +99,7 @@ impl LaneShared {
         }
     }
 
-    fn fail(&self, cause: LossCause) {
+    pub(super) fn fail(&self, cause: LossCause) {
         let cause = self.lost.get_or_init(|| cause).clone();
         self.stop.cancel();
         if let Some(staging) = &self.staging {

@@ -8,7 +8,7 @@ use kv::KvSlice;
 use tokio::sync::OwnedSemaphorePermit;
 use types::{KvLayout, PageId, TicketId};
 
-use crate::config::TransferConfig;
+use crate::config::{Hold, HoldAt, TransferConfig};
 use crate::data::{BATCH_SLICES_MAX, Batch, DataError, Gathering, SendDataLane, StagedSlice, StagingRing};
 use crate::frame::Frame;
 
@@ -21,6 +21,7 @@ pub(super) struct Staging {
     receiver_heads: u32,
     batch_bytes_max: usize,
     checksum_every: u64,
+    hold: Hold,
 }
 
 struct Rank {
@@ -78,6 +79,7 @@ impl Staging {
             receiver_heads: receiver.kv_heads / receiver.tp,
             batch_bytes_max: config.batch_bytes_max as usize,
             checksum_every: config.checksum_every.into(),
+            hold: config.hold(),
         }
     }
 
@@ -128,8 +130,8 @@ impl Staging {
         Ok(())
     }
 
-    /// Waits for the gathers of a rank and announces each batch as its bytes are in staging.
-    pub(super) fn announce(&self, rank: u32, send: &dyn Fn(Frame)) -> Result<(), DataError> {
+    /// Waits for the gathers of a rank and announces each batch as its bytes are in staging. `fail` ends the lane.
+    pub(super) fn announce(&self, rank: u32, send: &dyn Fn(Frame), fail: &dyn Fn(&DataError)) -> Result<(), DataError> {
         let rank = &self.ranks[rank as usize];
         let mut gathers = lock(&rank.gathers);
         while let Some(Gather { mut batch, bytes, gathering }) = gathers.pop_front() {
@@ -137,8 +139,9 @@ impl Staging {
                 lock(&rank.ring).give_back(batch.id);
             })?;
             batch.slices.iter_mut().zip(checksums).for_each(|(staged, checksum)| staged.checksum = checksum);
+            self.hold.hold_here(if batch.id == 0 { HoldAt::Announce } else { HoldAt::Second });
             send(Frame::Batch(batch.clone()));
-            self.lane.announced(&batch, bytes);
+            self.lane.announced(&batch, bytes).inspect_err(fail)?;
         }
         Ok(())
     }

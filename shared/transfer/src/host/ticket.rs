@@ -11,9 +11,10 @@ use tokio::time::timeout;
 use types::{PageId, TicketId};
 
 use super::lane::{Answer, LaneShared, Outgoing};
+use crate::config::HoldAt;
 use crate::contract::{Carries, FirstToken, Part, Receipt, SendTicket};
 use crate::data::DataError;
-use crate::error::{AbortReason, TransferError};
+use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::Frame;
 
 pub(super) struct HostTicket {
@@ -192,7 +193,8 @@ impl SendTicket for HostTicket {
         });
         // What was begun is waited for, and announced, whatever came after it. A batch is never left out because its ticket is over: both sides
         // count on each one.
-        let announced = staging.announce(rank, &|frame| self.lane.send(frame));
+        let fail = |cause: &DataError| self.lane.fail(LossCause::DataPath(cause.clone()));
+        let announced = staging.announce(rank, &|frame| self.lane.send(frame), &fail);
         gathered.and(announced.map_err(|cause| self.data_error(cause)))
     }
 
@@ -222,7 +224,12 @@ impl SendTicket for HostTicket {
             self.is_terminal.store(true, Ordering::Relaxed);
             match answer {
                 Answer::Over(error) => Err(error),
-                _ => Ok(receipt),
+                _ => {
+                    if let Some(pause) = self.lane.config.hold().at(HoldAt::Commit) {
+                        tokio::time::sleep(pause).await;
+                    }
+                    Ok(receipt)
+                }
             }
         }
         .boxed()

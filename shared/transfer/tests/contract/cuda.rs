@@ -8,6 +8,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use kernels::{KvPool, KvPort};
 use kv::KvSlice;
+use transfer::TransportChoice;
 use transfer::data::DataCounters;
 use transfer::device::{DeviceReceive, DeviceSend};
 use transfer::fault::FaultPlan;
@@ -112,8 +113,10 @@ impl Caches for DeviceCaches {
     }
 }
 
-fn world(options: &Options, gpus: u32, plan: Option<FaultPlan>) -> Option<World> {
+fn world(mut options: Options, choice: TransportChoice, gpus: u32, plan: Option<FaultPlan>) -> Option<World> {
     let devices = devices(gpus)?;
+    options.config.transport = choice;
+    let options = &options;
     let sender = Arc::new(DeviceCache::new(&options.sender_layout, &devices[0]));
     let receiver = Arc::new(DeviceCache::new(&options.receiver_layout, devices.last()?));
     let (config, counters) = (&options.config, Arc::new(DataCounters::default()));
@@ -124,13 +127,30 @@ fn world(options: &Options, gpus: u32, plan: Option<FaultPlan>) -> Option<World>
 }
 
 pub(crate) fn over_ipc(options: Options) -> BoxFuture<'static, Option<World>> {
-    async move { world(&options, 1, None) }.boxed()
+    async move { world(options, TransportChoice::Ipc, 1, None) }.boxed()
 }
 
 pub(crate) fn over_ipc_between_gpus(options: Options) -> BoxFuture<'static, Option<World>> {
-    async move { world(&options, 2, None) }.boxed()
+    async move { world(options, TransportChoice::Ipc, 2, None) }.boxed()
+}
+
+/// Each pair of ranks has a communicator of its own, so it does not matter that all ranks of a side share a GPU here.
+pub(crate) fn over_nccl(options: Options) -> BoxFuture<'static, Option<World>> {
+    if let Err(error) = ::device::nccl::Nccl::load() {
+        eprintln!("skipped: {error}");
+        return async { None }.boxed();
+    }
+    async move { world(options, TransportChoice::Nccl, 2, None) }.boxed()
 }
 
 pub(crate) fn faulty(options: Options, plan: FaultPlan) -> BoxFuture<'static, Option<World>> {
-    async move { world(&options, 1, Some(plan)) }.boxed()
+    async move { world(options, TransportChoice::Ipc, 1, Some(plan)) }.boxed()
+}
+
+pub(crate) fn faulty_over_nccl(options: Options, plan: FaultPlan) -> BoxFuture<'static, Option<World>> {
+    if ::device::nccl::Nccl::load().is_err() {
+        eprintln!("skipped: no NCCL");
+        return async { None }.boxed();
+    }
+    async move { world(options, TransportChoice::Nccl, 2, Some(plan)) }.boxed()
 }

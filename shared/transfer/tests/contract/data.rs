@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use kv::{KvSlice, PageTable, PageTables};
-use transfer::data::{DataError, DataOffer, Gathering, LaneSides, SendData, SendDataLane};
+use transfer::data::{Batch, DataError, DataOffer, Gathering, LaneSides, SendData, SendDataLane};
 use transfer::fault::{FaultCounts, FaultPlan};
 use transfer::{Carries, Part, SendTicket, TransferError};
 use types::{KvLayout, PageId};
@@ -148,8 +148,8 @@ impl SendDataLane for DamagingLane {
         Ok(Box::new(DamagedGathering { bits: bits.collect(), inner }))
     }
 
-    fn announced(&self, batch: &transfer::data::Batch, bytes: usize) {
-        self.inner.announced(batch, bytes);
+    fn announced(&self, batch: &Batch, bytes: usize) -> Result<(), DataError> {
+        self.inner.announced(batch, bytes)
     }
 
     fn close(&self) {

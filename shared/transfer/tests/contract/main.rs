@@ -59,6 +59,7 @@ suite! {
 suite! {
     ipc_on_one_gpu: super::cuda::over_ipc;
     ipc_between_gpus: super::cuda::over_ipc_between_gpus;
+    nccl: super::cuda::over_nccl;
 }
 
 async fn connect(world: &World) -> Box<dyn SendLane> {
@@ -407,6 +408,12 @@ async fn every_announced_ticket_ends_once_whatever_strikes() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_ticket_between_caches_on_a_gpu_ends_once_whatever_strikes() {
     storm(|plan| cuda::faulty(Options::default(), plan)).await;
+}
+
+#[cfg(feature = "cuda")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_ticket_between_two_gpus_ends_once_whatever_strikes() {
+    storm(|plan| cuda::faulty_over_nccl(Options::default(), plan)).await;
 }
 
 async fn storm(factory: impl Fn(FaultPlan) -> BoxFuture<'static, Option<World>>) {

@@ -149,7 +149,9 @@ impl SendDataLane for MemorySendLane {
         Ok(Box::new(Gathered(sums)))
     }
 
-    fn announced(&self, _: &Batch, _: usize) {}
+    fn announced(&self, _: &Batch, _: usize) -> Result<(), DataError> {
+        Ok(())
+    }
 
     fn close(&self) {}
 }

@@ -1,11 +1,14 @@
 """KV between two real processes on one GPU or two: the chat cases of gpt-oss-nano over a transport, and workers killed in every phase.
 
     python3 tests/gpu/kv_transfer.py target/release/damask --gpus 0,0 --transport ipc chat
-    python3 tests/gpu/kv_transfer.py target/release/damask --gpus 0,1 --transport nccl kill --kills 20
+    python3 tests/gpu/kv_transfer.py target/release/damask --gpus 0,1 --transport nccl --kills 20 kill
+    python3 tests/gpu/kv_transfer.py target/release/damask --gpus 0,1 --transport ipc load
 
 Needs nothing but Python; says that it was skipped where there is no GPU. `chat`: every case must be answered as the case file says.
 `kill`: a worker is killed (SIGKILL) before the first batch is announced, between two batches, behind the COMMIT, or while its sequence
 generates; the other one must keep its process, answer by a new incarnation within 5 s of that one's readiness, and have all its pages free at the end.
+`load`: gpt-oss-20b with random weights; 32 sequences decode while prompts of 8k tokens are prefilled and sent, and beside that nothing, and beside
+prompts that are prefilled and not sent (one token is asked for). Times are those of the workers' own metrics.
 """
 
 import argparse, json, os, pathlib, re, shutil, signal, socket, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
@@ -85,12 +88,12 @@ class Service:
 
 
 class Stack:
-    def __init__(self, binary, gpus, transport, hold="none", tp=(1, 1)):
+    def __init__(self, binary, gpus, transport, hold="none", tp=(1, 1), model="embedded-nano"):
         self.binary, self.folder = binary, pathlib.Path(tempfile.mkdtemp(prefix="damask-kv-"))
         ports = {name: f"127.0.0.1:{port()}" for name in ["pg", "pa", "dg", "da", "dk", "rg", "ra", "gg", "ga"]}
         gpus = gpus.split(",") if gpus else [None, None]
         worker = {
-            "model": "embedded-nano", "backend": "cuda", "page_tokens": 64, "max_context_tokens": 4096,
+            "model": model, "backend": "cuda", "page_tokens": 64, "max_context_tokens": 4096, "full_pages": 512,
             "numerics": {"compute": "bf16", "routing": "bf16", "kv": "bf16"},
             "transfer": {"transport": transport, "checksum_every": 1, "in_flight_bytes_max": 64 << 20, "allow_slow": True},
         }
@@ -104,8 +107,13 @@ class Stack:
             "name": "decode", "listen": ports["dg"], "admin_listen": ports["da"], "kv_listen": ports["dk"],
             "layout": {"tp": tp[1], "ep": tp[1]}, "max_sequences": 16,
         }
+        if model != "embedded-nano":
+            for config, pages in ((prefill, 1024), (decode, 6144)):
+                config |= {"max_context_tokens": 16384, "full_pages": pages}
+                config["transfer"] |= {"checksum_every": 16, "in_flight_bytes_max": 256 << 20}
+            prefill["chunk_tokens"], decode["max_sequences"] = 2048, 40
         router = {"listen": ports["rg"], "admin_listen": ports["ra"], "workers": {"prefill": [ports["pg"]], "decode": [ports["dg"]]}}
-        gateway = {"listen": ports["gg"], "admin_listen": ports["ga"], "router": ports["rg"], "model": "embedded-nano"}
+        gateway = {"listen": ports["gg"], "admin_listen": ports["ga"], "router": ports["rg"], "model": model}
         self.prefill, self.decode = Service(self, "prefill", prefill, gpus[0]), Service(self, "decode", decode, gpus[1])
         self.router, self.gateway = Service(self, "router", router), Service(self, "gateway", gateway)
         self.services = [self.prefill, self.decode, self.router, self.gateway]
@@ -271,6 +279,67 @@ def run_kills(args, cases):
     return failed == 0 and done == args.kills
 
 
+def mean(service, name, before=None):
+    """Sum and count of a histogram, or its mean in ms since `before`."""
+    text = get(service.config["admin_listen"], "/metrics")
+    total, count = (float(re.search(rf"^{name}_{part} (\S+)$", text, re.M)[1]) for part in ("sum", "count"))
+    if before is None:
+        return total, count
+    return 1e3 * (total - before[0]) / max(count - before[1], 1)
+
+
+def ask(stack, prompt_words, max_tokens, seed, stop=None):
+    """Streams an answer and drops it; what came between its lines, in ms."""
+    prompt = " ".join(str((seed * 7919 + i * 104729) % 1000) for i in range(prompt_words))
+    body = {"model": "x", "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "stream": True, "seed": seed,
+            "temperature": 1.0, "logit_bias": {"200002": -100, "200007": -100, "200012": -100}}
+    request = urllib.request.Request(f"http://{stack.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    gaps, last = [], None
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                if line.startswith(b"data:"):
+                    now = time.monotonic()
+                    gaps += [1e3 * (now - last)] if last else []
+                    last = now
+                if stop is not None and stop.is_set():
+                    break
+    except OSError as error:
+        print("request failed:", error, getattr(error, "read", lambda: b"")()[:200])
+    return gaps
+
+
+def run_load(args, _):
+    with Stack(args.binary, args.gpus, args.transport, model="random:20b:7") as stack:
+        print(f"| transport | beside 32 decoding sequences | decode step, mean ms | median of a stream's gaps, ms | prompts | first token, mean ms | tail, mean ms |\n|---|---|---|---|---|---|---|")
+        for seed in range(2):  # opens the lane
+            ask(stack, 3400, 2, 900 + seed)
+        for what, max_tokens in (("nothing", 0), ("8k prompts, not sent", 1), ("8k prompts, sent", 2), ("nothing", 0), ("8k prompts, not sent", 1), ("8k prompts, sent", 2)):
+            stop, gaps = threading.Event(), []
+            streams = [threading.Thread(target=lambda seed=seed: gaps.append(ask(stack, 40, 4000, seed, stop))) for seed in range(32)]
+            [stream.start() for stream in streams]
+            time.sleep(2.5)  # all of them decode
+            step, first, tail = mean(stack.decode, "damask_step_seconds"), mean(stack.prefill, "damask_first_token_seconds"), mean(stack.prefill, "damask_transfer_tail_seconds")
+            end, prompts = time.monotonic() + 5, 0
+            while time.monotonic() < end:
+                if max_tokens:
+                    ask(stack, 3400, max_tokens, 1000 + prompts)
+                    prompts += 1
+                else:
+                    time.sleep(0.1)
+            step_ms, first_ms, tail_ms = mean(stack.decode, "damask_step_seconds", step), mean(stack.prefill, "damask_first_token_seconds", first), mean(stack.prefill, "damask_transfer_tail_seconds", tail)
+            running = metric(stack.decode, "damask_sequences")
+            stop.set()
+            [stream.join() for stream in streams]
+            every = sorted(gap for stream in gaps for gap in stream[50:])
+            median = every[len(every) // 2] if every else float("nan")
+            print(f"| {args.transport} | {what} | {step_ms:.3f} | {median:.3f} | {prompts} | {first_ms:.2f} | {tail_ms:.2f} |", flush=True)
+            stack.decode.wait_pages_free()
+        print("running at the end:", running, "stage bytes", metric(stack.decode, "damask_transfer_stage_bytes_total"), "seconds", metric(stack.decode, "damask_transfer_stage_seconds_total"))
+        print("\n".join(line.split("transfer", 1)[-1] for line in stack.prefill.lines if "kv data path is open" in line))
+        return True
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("binary")
@@ -278,13 +347,13 @@ def main():
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--tp", default="1,1", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("what", choices=["chat", "kill"])
+    parser.add_argument("what", choices=["chat", "kill", "load"])
     args = parser.parse_args()
     if args.gpus and shutil.which("nvidia-smi") is None:
         print("skipped: no GPU here")
         return 0
     cases = [json.loads(line) for line in CASES.read_text().splitlines() if line.strip()]
-    return 0 if {"chat": run_chat, "kill": run_kills}[args.what](args, cases) else 1
+    return 0 if {"chat": run_chat, "kill": run_kills, "load": run_load}[args.what](args, cases) else 1
 
 
 if __name__ == "__main__":

@@ -248,6 +248,7 @@ impl PrefillState {
         let Some(job) = self.jobs.get_mut(&ticket) else { return };
         job.computed_at = Some(now);
         let started_at = job.started_at.unwrap_or(job.submitted_at);
+        self.metrics.first_token_seconds.observe((now - started_at).as_secs_f64());
         if let (Some(handoff), None) = (&job.handoff, finish) {
             handoff.commit(FirstToken { index, token: token.token, logprob: token.logprob });
         }
@@ -277,6 +278,7 @@ impl PrefillState {
                 let tail = since(job.computed_at);
                 self.metrics.transfer_bytes.inc_by(kv_bytes);
                 self.metrics.transfer_seconds.observe(transfer.as_secs_f64());
+                self.metrics.transfer_tail_seconds.observe(tail.as_secs_f64());
                 let (transfer_us, tail_us) = (transfer.as_micros() as u64, tail.as_micros() as u64);
                 job.send(Ok(PrefillEvent::Committed { kv_bytes, transfer_us, tail_us }));
                 return;

@@ -87,7 +87,7 @@ impl Hold {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TransportChoice {
-    /// By NCCL between GPUs, by CUDA IPC on one GPU or where NCCL is missing, else through host memory.
+    /// By CUDA IPC on one host, by NCCL between hosts, through host memory where neither works.
     #[default]
     Auto,
     /// Through host memory and the lane's own connection.

@@ -49,6 +49,10 @@ pub struct WorkerMetrics {
     pub transfer_bytes: Counter,
     /// Seconds of a transfer, from the first byte to its acknowledgement (prefill) or commit (decode).
     pub transfer_seconds: Histogram,
+    /// Seconds from a prompt's first step to its token (prefill).
+    pub first_token_seconds: Histogram,
+    /// Seconds from a prompt's token to the acknowledgement of its KV (prefill).
+    pub transfer_tail_seconds: Histogram,
     /// Transfers that ended without a commit, by cause.
     pub transfer_failures: Family<CauseLabel, Counter>,
     /// Requests that ended without an answer, by cause.
@@ -74,6 +78,16 @@ impl WorkerMetrics {
             transfer_seconds: metrics.histogram(
                 "transfer_seconds",
                 "Seconds of a KV transfer, from its first byte to its end",
+                seconds_buckets(),
+            ),
+            first_token_seconds: metrics.histogram(
+                "first_token_seconds",
+                "Seconds from a prompt's first step to its token",
+                seconds_buckets(),
+            ),
+            transfer_tail_seconds: metrics.histogram(
+                "transfer_tail_seconds",
+                "Seconds from a prompt's token to the acknowledgement of its KV",
                 seconds_buckets(),
             ),
             transfer_failures: metrics.counters("transfer_failures", "KV transfers that ended without a commit"),

@@ -93,8 +93,11 @@ pub struct TransportMismatch {
     pub reason: &'static str,
 }
 
-/// The way of each pair, from what both sides can do. `auto` takes NCCL between GPUs, CUDA IPC on one GPU or without NCCL, and frames
-/// where neither works; what is asked for by name is taken or refused.
+/// The way of each pair, from what both sides can do. `auto` takes CUDA IPC on one host, NCCL between hosts, and frames where neither
+/// works; what is asked for by name is taken or refused.
+///
+/// IPC comes first because the receiver's copy engine then does the work: beside copies without a pause at 378 GB/s a decode step on an H200 took
+/// 4.5 % longer, beside NCCL's kernels 40 % and more, whatever their number of blocks (2 to 16, 58 to 193 GB/s).
 ///
 /// # Errors
 /// [`TransportMismatch`].
@@ -121,10 +124,11 @@ pub fn negotiate(sender: &DataOffer, receiver: &DataOffer) -> Result<Paths, Tran
             let one_gpu = sender_gpu == receiver_gpu;
             pairs.push(match wanted {
                 T::Nccl if !one_gpu && !has_nccl => return refuse("NCCL is missing"),
-                T::Nccl | T::Auto if !one_gpu && has_nccl => Path::Nccl,
-                T::Auto if !one_host => return host,
-                _ if !one_host => return refuse("ipc needs both processes on one host"),
-                _ => Path::Ipc,
+                T::Nccl if !one_gpu => Path::Nccl,
+                _ if one_host => Path::Ipc,
+                T::Auto if has_nccl => Path::Nccl,
+                T::Auto => return host,
+                _ => return refuse("ipc needs both processes on one host"),
             });
         }
     }
@@ -144,12 +148,14 @@ mod tests {
     fn both_sides_come_to_one_way() {
         let on_cpu = DataOffer::host_only(T::Auto);
         let elsewhere = DataOffer { host: 2, ..offer(T::Auto, &[3], 0) };
+        let elsewhere_with_nccl = DataOffer { nccl: 2, ..elsewhere.clone() };
         for (sender, receiver, wanted) in [
             (on_cpu.clone(), on_cpu.clone(), Some("host")),
             (on_cpu.clone(), offer(T::Auto, &[1], 2), Some("host")),
             (on_cpu, offer(T::Ipc, &[1], 2), None),
             (offer(T::Auto, &[1], 2), offer(T::Auto, &[1], 2), Some("ipc")),
-            (offer(T::Auto, &[1], 2), offer(T::Auto, &[2], 2), Some("nccl")),
+            (offer(T::Auto, &[1], 2), offer(T::Auto, &[2], 2), Some("ipc")),
+            (offer(T::Auto, &[1], 2), elsewhere_with_nccl, Some("nccl")),
             (offer(T::Auto, &[1], 0), offer(T::Auto, &[2], 2), Some("ipc")),
             (offer(T::Auto, &[1], 0), elsewhere.clone(), Some("host")),
             (offer(T::Ipc, &[1], 0), elsewhere, None),

@@ -97,12 +97,12 @@ impl DataConnection {
             was_wanted: pages.is_some() || failure.is_some(),
             taken: Taken::Whole,
         };
-        let (id, completions) = (batch.id, self.completions.clone());
+        let id = batch.id;
         self.outstanding.fetch_add(1, Ordering::Relaxed);
+        let mut notice = Notice { completions: self.completions.clone(), over: Some(over) };
         let done = Box::new(move |taken| {
             landed(id);
-            let taken = failure.map_or(taken, Taken::Failed);
-            let _ = completions.send(Over { taken, ..over }); // a connection that is gone counts no more
+            notice.give(failure.map_or(taken, Taken::Failed));
         });
         self.lane.take(Taking { batch, bytes, pages, done });
     }
@@ -127,6 +127,26 @@ impl DataConnection {
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Tells of a batch's end, also where a data path drops it unfinished: who waits for the last batch of a ticket must not wait for ever.
+struct Notice {
+    completions: mpsc::UnboundedSender<Over>,
+    over: Option<Over>,
+}
+
+impl Notice {
+    fn give(&mut self, taken: Taken) {
+        if let Some(over) = self.over.take() {
+            let _ = self.completions.send(Over { taken, ..over }); // a connection that is gone counts no more
+        }
+    }
+}
+
+impl Drop for Notice {
+    fn drop(&mut self) {
+        self.give(Taken::Failed(DataError("the data path dropped it".into())));
     }
 }
 

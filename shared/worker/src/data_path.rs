@@ -23,16 +23,20 @@ pub(crate) fn ports(engine: &EngineGroup, config: &TransferConfig) -> Result<Opt
     if config.transport == TransportChoice::Host {
         return Ok(None);
     }
-    let Some(ports) = engine.kv_ports() else {
-        return match config.transport {
-            TransportChoice::Auto => Ok(None),
-            by_name => {
-                let reason = format!("transfer.transport is {by_name}, but this engine's cache is in host memory");
-                Err(WorkerError::Config(reason))
-            }
-        };
+    let obstacle = match engine.kv_ports() {
+        None => "this engine's cache is in host memory",
+        Some(ports) if ports.len() != engine.kv_layout().tp as usize => {
+            "it lands in one attention group only (layout.dp)"
+        }
+        Some(ports) => return Ok(Some(ports.to_vec())),
     };
-    Ok(Some(ports.to_vec()))
+    match config.transport {
+        TransportChoice::Auto => {
+            tracing::info!(obstacle, "kv goes through host memory");
+            Ok(None)
+        }
+        by_name => Err(WorkerError::Config(format!("transfer.transport is {by_name}, but {obstacle}"))),
+    }
 }
 
 /// A label `stage`.

@@ -11,8 +11,8 @@ const HEAD_BYTES: usize = 16 << 10;
 pub(crate) fn run(bench: &mut Bench) {
     bench.heading("KV between pages and staging");
     let kernels = KvKernels::load(&bench.stream.device()).unwrap();
-    let pool = bench.zeros::<u8>(8 * PIECES * 8 * HEAD_BYTES).share();
-    let staging = bench.zeros::<u8>(PIECES * 8 * HEAD_BYTES).share();
+    let pool = bench.zeros::<u8>(8 * PIECES * 8 * HEAD_BYTES).shared();
+    let staging = bench.zeros::<u8>(PIECES * 8 * HEAD_BYTES).shared();
     for (heads, pieces) in [(8, PIECES), (2, PIECES), (8, 6)] {
         let piece_bytes = heads * HEAD_BYTES;
         let addresses: Vec<u64> =

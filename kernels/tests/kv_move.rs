@@ -36,13 +36,13 @@ fn pieces_are_moved_as_they_are_and_nothing_beside_them() {
         let staging = gpu.poisoned::<u8>(case.offset + staged_bytes + 64);
         let target = gpu.poisoned::<u8>(pool.len());
         let mut checksums = Vec::new();
-        for (direction, memory) in [(KvDirection::Gather, source.share()), (KvDirection::Scatter, target.share())] {
+        for (direction, memory) in [(KvDirection::Gather, source.shared()), (KvDirection::Scatter, target.shared())] {
             let mut table = KvTable::new(&gpu.stream, case.pieces).unwrap();
             let piece = |place: &usize, memory: &SharedMemory| {
                 (memory.address(place * case.piece_bytes..(place + 1) * case.piece_bytes), case.piece_bytes)
             };
             table.fill(order.iter().map(|place| piece(place, &memory))).unwrap();
-            let staging = &staging.share();
+            let staging = &staging.shared();
             let work = KvMove { direction, staging, offset: case.offset, checksums: true, blocks: 16 };
             // SAFETY: three buffers of this test, alive until the end of the loop; the moves are on one stream.
             let moving = unsafe { work.enqueue(&kernels, &gpu.stream, table) }.unwrap();

@@ -64,10 +64,6 @@ impl<T: Pod> DeviceBuffer<T> {
         self.len == 0
     }
 
-    pub(crate) const fn allocation(&self) -> &Arc<Allocation> {
-        &self.allocation
-    }
-
     /// All of it, for reading.
     #[must_use]
     pub fn view(&self) -> View<'_, T> {

@@ -51,7 +51,7 @@ static EXPORTED: Mutex<Option<HashMap<IpcHandle, Weak<Allocation>>>> = Mutex::ne
 impl<T: Pod> DeviceBuffer<T> {
     /// The same memory, to be addressed beside the buffer.
     #[must_use]
-    pub fn share(&self) -> SharedMemory {
+    pub fn shared(&self) -> SharedMemory {
         SharedMemory { owner: Owner::Here(self.allocation().clone()), len: self.len() * size_of::<T>() }
     }
 }

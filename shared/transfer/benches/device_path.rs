@@ -61,7 +61,7 @@ fn port(device: &Device) -> (KvPort, [DeviceBuffer<u8>; 2]) {
     let pool = |group| {
         let (layers, head_bytes) = (layout.layers(group).len(), layout.head_bytes());
         let buffer = stream.zeros::<u8>(PAGES as usize * layers * 8 * head_bytes).unwrap();
-        (KvPool { memory: buffer.share(), layers, kv_heads: 8, head_bytes }, buffer)
+        (KvPool { memory: buffer.shared(), layers, kv_heads: 8, head_bytes }, buffer)
     };
     let ((full, a), (window, b)) = (pool(PageGroup::Full), pool(PageGroup::Window));
     stream.synchronize().unwrap();

@@ -117,7 +117,7 @@ impl RankCache {
     pub(crate) fn port(&self, device: Device) -> KvPort {
         let head_bytes = self.layout.head_bytes();
         let pool = |Group { cache, .. }: &Group| KvPool {
-            memory: cache.pool.share(),
+            memory: cache.pool.shared(),
             layers: cache.layers,
             kv_heads: cache.kv_heads,
             head_bytes,

@@ -71,7 +71,7 @@ impl LandingThread {
             rank,
             layout,
             kernels: KvKernels::load(&port.device)?,
-            staging: slots.share(),
+            staging: slots.shared(),
             slots,
             slot_bytes,
             free: (0..SLOTS).collect(),

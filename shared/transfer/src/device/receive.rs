@@ -96,7 +96,7 @@ fn probe(source: &Source, target: &mut DeviceBuffer<u8>) -> Result<f64, DataErro
     let start = stream.record()?;
     match source {
         Source::Ipc { memory, stream } => {
-            let target = target.share();
+            let target = target.shared();
             // SAFETY: both live until the event below has passed; nothing else knows the target, and what the sender writes to its staging
             // meanwhile does not matter: nobody looks at the bytes.
             unsafe { stream.copy_shared((&target, 0), (memory, 0), bytes) }?;

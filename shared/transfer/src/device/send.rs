@@ -83,7 +83,7 @@ impl SendData for DeviceSend {
 
     fn open(&self, sides: &LaneSides<'_>) -> Result<(Arc<dyn SendDataLane>, Vec<u8>), DataError> {
         let buffers = self.staging()?;
-        let staging: Vec<SharedMemory> = buffers.iter().map(DeviceBuffer::share).collect();
+        let staging: Vec<SharedMemory> = buffers.iter().map(DeviceBuffer::shared).collect();
         let handle = |memory: &SharedMemory| -> Result<StagingHandle, DataError> {
             Ok(StagingHandle { handle: memory.export()?, bytes: memory.len() as u64 })
         };

@@ -53,7 +53,7 @@ impl DeviceCache {
                 let bytes = PAGES as usize * layers * kv_heads * layout.head_bytes();
                 let mut buffer = stream.allocate::<u8>(bytes).unwrap();
                 stream.fill_bytes(buffer.view_mut(), 0xee).unwrap();
-                (KvPool { memory: buffer.share(), layers, kv_heads, head_bytes: layout.head_bytes() }, buffer)
+                (KvPool { memory: buffer.shared(), layers, kv_heads, head_bytes: layout.head_bytes() }, buffer)
             };
             let ((full, full_buffer), (window, window_buffer)) = (pool(PageGroup::Full), pool(PageGroup::Window));
             stream.synchronize().unwrap();

@@ -112,6 +112,9 @@ impl SharedMemory {
     pub fn import(device: &Device, handle: &IpcHandle, len: usize) -> Result<Self> {
         let exported = EXPORTED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(allocation) = exported.as_ref().and_then(|exported| exported.get(handle)?.upgrade()) {
+            if !Arc::ptr_eq(&device.shared, allocation.device()) {
+                device.shared.open_peer(allocation.device())?;
+            }
             return Ok(Self { owner: Owner::Here(allocation), len });
         }
         drop(exported);

@@ -134,13 +134,26 @@ pub(crate) fn over_ipc_between_gpus(options: Options) -> BoxFuture<'static, Opti
     async move { world(options, TransportChoice::Ipc, 2, None) }.boxed()
 }
 
-/// Each pair of ranks has a communicator of its own, so it does not matter that all ranks of a side share a GPU here.
-pub(crate) fn over_nccl(options: Options) -> BoxFuture<'static, Option<World>> {
+/// Both ends are in this process: kernels of one test's communicators, which wait for each other, and another test's allocations, which wait for
+/// all kernels, would lock each other out. Between processes each side only waits for the other one.
+async fn alone() -> tokio::sync::OwnedMutexGuard<()> {
+    static TURN: std::sync::LazyLock<Arc<tokio::sync::Mutex<()>>> = std::sync::LazyLock::new(Arc::default);
+    Arc::clone(&TURN).lock_owned().await
+}
+
+async fn alone_over_nccl(options: Options, plan: Option<FaultPlan>) -> Option<World> {
     if let Err(error) = ::device::nccl::Nccl::load() {
         eprintln!("skipped: {error}");
-        return async { None }.boxed();
+        return None;
     }
-    async move { world(options, TransportChoice::Nccl, 2, None) }.boxed()
+    let turn = alone().await;
+    let world = world(options, TransportChoice::Nccl, 2, plan)?;
+    Some(World { turn: Some(turn), ..world })
+}
+
+/// Each pair of ranks has a communicator of its own, so it does not matter that all ranks of a side share a GPU here.
+pub(crate) fn over_nccl(options: Options) -> BoxFuture<'static, Option<World>> {
+    alone_over_nccl(options, None).boxed()
 }
 
 pub(crate) fn faulty(options: Options, plan: FaultPlan) -> BoxFuture<'static, Option<World>> {
@@ -148,9 +161,5 @@ pub(crate) fn faulty(options: Options, plan: FaultPlan) -> BoxFuture<'static, Op
 }
 
 pub(crate) fn faulty_over_nccl(options: Options, plan: FaultPlan) -> BoxFuture<'static, Option<World>> {
-    if ::device::nccl::Nccl::load().is_err() {
-        eprintln!("skipped: no NCCL");
-        return async { None }.boxed();
-    }
-    async move { world(options, TransportChoice::Nccl, 2, Some(plan)) }.boxed()
+    alone_over_nccl(options, Some(plan)).boxed()
 }

@@ -89,6 +89,8 @@ pub(crate) struct World {
     pub(crate) faults: Option<Arc<FaultCounts>>,
     /// Of both sides, where a data path lies between them.
     pub(crate) caches: Option<Arc<dyn Caches>>,
+    /// Held by a world that shares the machine with no other of its kind.
+    pub(crate) turn: Option<tokio::sync::OwnedMutexGuard<()>>,
 }
 
 impl World {
@@ -215,7 +217,16 @@ pub(crate) fn piped(options: Options) -> BoxFuture<'static, World> {
         let connector =
             Arc::new(PipeConnector { receiver: Arc::clone(&receiver), tasks: tasks.clone(), stop: stop.clone() });
         let sender = Box::new(host_sender(&options, connector, tasks));
-        World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults: None, caches: None }
+        World {
+            sender,
+            receiver,
+            arrivals,
+            address: "pipe".into(),
+            receiver_stop: stop,
+            faults: None,
+            caches: None,
+            turn: None,
+        }
     }
     .boxed()
 }
@@ -233,7 +244,7 @@ pub(crate) fn over_tcp(options: Options) -> BoxFuture<'static, Option<World>> {
             }
         });
         let sender = Box::new(host_sender(&options, Arc::new(TcpConnector), tasks));
-        Some(World { sender, receiver, arrivals, address, receiver_stop: stop, faults: None, caches: None })
+        Some(World { sender, receiver, arrivals, address, receiver_stop: stop, faults: None, caches: None, turn: None })
     }
     .boxed()
 }
@@ -258,7 +269,7 @@ pub(crate) fn piped_with_data(
         Some(plan) => (Box::new(Faulty::new(sender, plan)), faults),
         None => (Box::new(sender), None),
     };
-    World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults, caches }
+    World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults, caches, turn: None }
 }
 
 pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {

@@ -50,9 +50,9 @@ pub enum HoldAt {
     /// Nowhere.
     #[default]
     None,
-    /// The bytes of a lane's first batch are in staging; it has not been announced.
+    /// The bytes of a ticket's first batch are in staging; it has not been announced.
     Announce,
-    /// A batch was announced, and the next has not been.
+    /// The first batch was announced, and the second has not been.
     Second,
     /// The receiver has joined, and this side has not taken note.
     Commit,
@@ -68,7 +68,7 @@ pub(crate) struct Hold {
 impl Hold {
     /// How long to stand still at a point; it is logged, so that a test sees it.
     pub(crate) fn at(self, point: HoldAt) -> Option<Duration> {
-        let holds = self.at == point && !self.pause.is_zero();
+        let holds = point != HoldAt::None && self.at == point && !self.pause.is_zero();
         if holds {
             tracing::warn!("held at {point:?} for {:?} (transfer.hold_at)", self.pause);
         }

@@ -22,6 +22,8 @@ pub(super) struct Staging {
     batch_bytes_max: usize,
     checksum_every: u64,
     hold: Hold,
+    /// The ticket of the last batch announced, and how many it has.
+    last: Mutex<(TicketId, u32)>,
 }
 
 struct Rank {
@@ -80,6 +82,7 @@ impl Staging {
             batch_bytes_max: config.batch_bytes_max as usize,
             checksum_every: config.checksum_every.into(),
             hold: config.hold(),
+            last: Mutex::new((TicketId(0), 0)),
         }
     }
 
@@ -139,11 +142,22 @@ impl Staging {
                 lock(&rank.ring).give_back(batch.id);
             })?;
             batch.slices.iter_mut().zip(checksums).for_each(|(staged, checksum)| staged.checksum = checksum);
-            self.hold.hold_here(if batch.id == 0 { HoldAt::Announce } else { HoldAt::Second });
+            self.hold.hold_here(self.point(batch.ticket));
             send(Frame::Batch(batch.clone()));
             self.lane.announced(&batch, bytes).inspect_err(fail)?;
         }
         Ok(())
+    }
+
+    /// Where in its transfer a ticket is that is about to announce a batch.
+    fn point(&self, ticket: TicketId) -> HoldAt {
+        let mut last = lock(&self.last);
+        *last = if last.0 == ticket { (ticket, last.1 + 1) } else { (ticket, 1) };
+        match last.1 {
+            1 => HoldAt::Announce,
+            2 => HoldAt::Second,
+            _ => HoldAt::None,
+        }
     }
 
     /// A batch's bytes are free again; whether there was one.

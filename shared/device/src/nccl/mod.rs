@@ -10,10 +10,15 @@
 //! - All ranks enqueue the operations of one communicator, and of communicators that share GPUs, in one order.
 //! - When a peer is lost, **every** survivor aborts. If [`Communicator::abort`] answers [`Abort::Stuck`], the process must exit:
 //!   its streams may never finish, and dropping them would wait for that.
+//! - A communicator is closed or aborted, each of which takes half a second, before the process exits: NCCL must not be at work
+//!   while its library is being torn down.
 //! - A captured graph with collectives in it must be dropped before its communicator is closed.
 //!
 //! NCCL must not be called from several threads at once for one GPU. A lock per GPU, taken by every call that enqueues, sees to
 //! that within a process; the order between threads is still the caller's, so one thread for each GPU is the way to use this.
+//!
+//! Enqueuing takes the calling thread some 56 us, since NCCL starts a thread for each non-blocking call: few large transfers.
+//! docs/results/kv-transport-h200.md has the measurements.
 //!
 //! NVLink multicast (NVLS) stays off: `NCCL_NVLS_ENABLE=0` is the only switch that NCCL has, it belongs to the process, and no
 //! communicator is made without it. See [`forbid_multicast`].

@@ -95,6 +95,13 @@ fn driver_and_gpus() {
     assert_eq!(found(old), [(Level::Fault, "driver_too_old")]);
     assert_eq!(found(|facts| facts.gpus[1].capability = (8, 0)), [(Level::Fault, "wrong_gpu")]);
     assert_eq!(found(|facts| facts.driver.gpus_in_machine = 8), [(Level::Warning, "hidden_gpus")]);
+    let given = |facts: &mut Facts| drop(facts.environment.insert("NVIDIA_VISIBLE_DEVICES".into(), "0,1".into()));
+    assert_eq!(found(given), [], "which are all that there are");
+    let bus_hidden = |facts: &mut Facts| {
+        given(facts);
+        facts.driver.gpus_in_machine = 0;
+    };
+    assert_eq!(found(bus_hidden), [(Level::Warning, "hidden_gpus")]);
     let chosen = |facts: &mut Facts| {
         facts.environment.insert("CUDA_VISIBLE_DEVICES".into(), "0,1".into());
         (facts.driver.gpus_in_machine, facts.driver.gpus_in_container) = (8, 8);

@@ -6,11 +6,12 @@ use device::nccl::UniqueId;
 
 use crate::BOUND;
 use crate::ipc::{Mapped, Way, export};
+use crate::pieces::Cache;
 use crate::side::{BUFFER, Side, Traffic, unhex};
 
 pub(crate) fn serve() {
     let mut side = Side::open(1);
-    let (mut mapped, mut earlier) = (None, Vec::new());
+    let (mut mapped, mut cache, mut earlier) = (None, None, Vec::new());
     answer("ready");
     for line in stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split(' ').collect();
@@ -41,6 +42,11 @@ pub(crate) fn serve() {
             "push" | "pull" => {
                 let way = if words[0] == "push" { Way::Push } else { Way::Pull };
                 push(&mut side, mapped.as_ref().unwrap(), way, number(1), number(2));
+            }
+            "cache" => answer(&cache.insert(Cache::new(&side)).handles(&side.stream)),
+            "pages" => {
+                cache.as_mut().unwrap().receive(&side, number(1), number(2) == 1);
+                answer("received");
             }
             "memory" => answer(&side.device.memory_bytes().unwrap().0.to_string()),
             "close" => {

@@ -67,6 +67,39 @@ impl Mapped {
         unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.copies) }
     }
 
+    /// Enqueues a copy of `bytes` from each place of own memory, which begins at `own`, to the same place of this one: one call each,
+    /// or one for all.
+    pub(crate) fn push_pieces(&self, own: u64, places: &[usize], bytes: usize, batched: bool) {
+        assert!(places.iter().all(|at| at + bytes <= self.len));
+        if !batched {
+            for at in places.iter().map(|at| *at as u64) {
+                // SAFETY: the place lies in both memories, whose owners measure and do nothing else with them.
+                check(unsafe { sys::cuMemcpyDtoDAsync_v2(self.address + at, own + at, bytes, self.copies) });
+            }
+            return;
+        }
+        let mut to: Vec<u64> = places.iter().map(|at| self.address + *at as u64).collect();
+        let mut from: Vec<u64> = places.iter().map(|at| own + *at as u64).collect();
+        let mut sizes = vec![bytes; places.len()];
+        // SAFETY: all fields are numbers and enums with a zero.
+        let mut attributes: sys::CUmemcpyAttributes = unsafe { std::mem::zeroed() };
+        attributes.srcAccessOrder = sys::CUmemcpySrcAccessOrder_enum::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        let mut first = 0;
+        // SAFETY: as above; three lists of one length, and one set of attributes for all, from the first on.
+        check(unsafe {
+            sys::cuMemcpyBatchAsync_v2(
+                to.as_mut_ptr(),
+                from.as_mut_ptr(),
+                sizes.as_mut_ptr(),
+                places.len(),
+                &raw mut attributes,
+                &raw mut first,
+                1,
+                self.copies,
+            )
+        });
+    }
+
     /// Waits for the copies, no longer than `bound`: the driver's answer, or `None` if they still run.
     pub(crate) fn finish(&self, bound: Duration) -> Option<CUresult> {
         let started = Instant::now();

@@ -1,11 +1,12 @@
 //! The measurements behind the choice of how KV moves between two GPUs; docs/results/kv-transport-h200.md has what they gave.
 //!
-//! `kv_transport [survivor] [decode] [setup]` runs these on GPU 0 of this process and GPU 1 of child processes, which are
+//! `kv_transport [survivor] [decode] [setup] [pieces]` runs these on GPU 0 of this process and GPU 1 of child processes, which are
 //! this program again, and prints tables in Markdown. Without two GPUs and NCCL, or built without nvcc, it says so and ends well.
 //!
 //! - `survivor`: a peer is killed in the midst of a transfer. What does the survivor see, and what works afterwards?
 //! - `decode`: GB/s of a transfer by the thread blocks that it may use, and how much it slows a decode step beside it.
 //! - `setup`: time and memory that communicators take.
+//! - `pieces`: pages gathered into one send, against many copies.
 
 #![allow(unsafe_code)] // memory of another process: each use says why it holds
 #![allow(clippy::unwrap_used)] // an error here ends the measurement, and its text is all that anyone wants
@@ -14,6 +15,7 @@ mod child;
 mod decode;
 mod ipc;
 mod load;
+mod pieces;
 mod setup;
 mod side;
 mod survivor;
@@ -43,7 +45,8 @@ fn main() {
         (true, Ok(_), Ok(nccl)) => nccl,
     };
     println!("Two {}, NCCL {}.\n", Device::open(0).unwrap().name().unwrap(), nccl.version_text());
-    let sections: [Section; 3] = [("survivor", survivor::run), ("decode", decode::run), ("setup", setup::run)];
+    let sections: [Section; 4] =
+        [("survivor", survivor::run), ("decode", decode::run), ("setup", setup::run), ("pieces", pieces::run)];
     let wanted = |name: &str| arguments.is_empty() || arguments.iter().any(|argument| argument == name);
     sections.iter().filter(|(name, _)| wanted(name)).for_each(|(_, run)| run());
 }

@@ -23,6 +23,7 @@ mod kv_cache;
 mod link_rate;
 mod memory;
 mod pinned_ring;
+mod probe;
 mod products;
 mod random_weights;
 mod rank;
@@ -48,6 +49,7 @@ use collective::Meeting;
 pub use copy_rate::copy_bytes_per_s;
 pub use link_rate::{LinkRate, link_rate};
 pub use memory::{MemoryNeeds, gpu_memory_bytes};
+pub use probe::{Place, Probe};
 use random_weights::RandomTensors;
 use rank::{CudaRank, Gpu};
 use upload::LoadedTensors;
@@ -84,6 +86,8 @@ pub struct CudaOptions {
     /// GPU of each rank, as the driver counts them. Where two ranks have the same one, no rank waits for another on its GPU
     /// and steps are enqueued kernel by kernel: for tests, not for speed.
     pub devices: Vec<u32>,
+    /// Looks into layers, for numeric tests.
+    pub probe: Option<Arc<dyn Probe>>,
 }
 
 /// Where the weights come from.

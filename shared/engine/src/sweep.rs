@@ -214,6 +214,7 @@ fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError
         publish_layers: None,
         masked_tokens: Vec::new(),
         devices: devices(options),
+        probe: None,
     };
     let group = cuda::build_group(weights, cuda_options, None, Arc::new(|_| {}))?;
     Ok(Driver::over(group, [full_pages, window_pages]))

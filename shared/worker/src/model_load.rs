@@ -217,6 +217,7 @@ impl OpenModel {
             publish_layers: None,
             masked_tokens: self.masked_tokens.clone(),
             devices: (0..config.layout.ranks()).collect(),
+            probe: None,
         }
     }
 

@@ -11,6 +11,7 @@
 //! `collective`, so a block begins and ends with a normed stream.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use device::{DeviceBuffer, View};
 use half::bf16;
@@ -25,6 +26,7 @@ use super::activations::Activations;
 use super::batch::Batch;
 use super::collective::{Collective, Part, Reduction};
 use super::kv_cache::RankCache;
+use super::probe::Probe;
 use super::products::{dense, expert_tile, experts};
 use super::rank::Gpu;
 use super::step_inputs::StepInputs;
@@ -43,6 +45,7 @@ pub(crate) struct RankModel {
     /// `[cos, sin]` of each position and channel, `[positions, head_dim / 2]`.
     pub(crate) angles: DeviceBuffer<[f32; 2]>,
     pub(crate) routing: ExpertWeights,
+    pub(crate) probe: Option<Arc<dyn Probe>>,
 }
 
 /// One step under way. Only enqueues.
@@ -73,11 +76,12 @@ impl Forward<'_> {
         self.embed()?;
         let model = self.model;
         for (idx, layer) in model.weights.layers.iter().enumerate() {
+            self.probe_input(idx, layer)?;
             self.store_kv(idx, layer)?;
             stored(self.gpu, idx)?;
             self.attend(idx, layer)?;
             let next = model.weights.layers.get(idx + 1).map_or(&model.weights.final_norm, |next| &next.attn_norm);
-            self.expert_block(layer, next)?;
+            self.expert_block(idx, layer, next)?;
         }
         Ok(())
     }
@@ -216,12 +220,12 @@ impl Forward<'_> {
     }
 
     /// The experts, up to the normed input of the next block, whose norm has weights `next_norm`.
-    fn expert_block(&mut self, layer: &Layer, next_norm: &DeviceBuffer<bf16>) -> Result<(), EngineError> {
+    fn expert_block(&mut self, idx: usize, layer: &Layer, next_norm: &DeviceBuffer<bf16>) -> Result<(), EngineError> {
         let (tokens, model) = (self.batch.tokens.len(), self.model);
         let (hidden, top) = (model.config.hidden_size, model.config.experts_per_token);
         let pairs = tokens * top;
         let tile = expert_tile(pairs, model.config.num_experts);
-        self.route(layer, tokens, tile)?;
+        self.route(idx, layer, tokens, tile)?;
         experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
 
         let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
@@ -242,7 +246,7 @@ impl Forward<'_> {
     }
 
     /// Experts of each token, and their weights; and the tokens of each expert, as routing `tile`.
-    fn route(&mut self, layer: &Layer, tokens: usize, tile: usize) -> Result<(), EngineError> {
+    fn route(&mut self, idx: usize, layer: &Layer, tokens: usize, tile: usize) -> Result<(), EngineError> {
         let (config, mode) = (&self.model.config, self.model.routing);
         let (hidden, top, num_experts) = (config.hidden_size, config.experts_per_token, config.num_experts);
         let Activations { normed, router_logits, experts, expert_weights, routings, .. } = &mut *self.acts;
@@ -261,16 +265,21 @@ impl Forward<'_> {
             }
             _ => {
                 let weight = layer.router.weight.view();
-                let dispatches = tokens <= DISPATCH_TOKENS;
+                // A probe sees the logits, and may change the choice before it is dispatched.
+                let is_probed = self.model.probe.is_some();
+                let logits = is_probed.then(|| router_logits.slice_mut(..tokens * num_experts));
+                let dispatches = tokens <= DISPATCH_TOKENS && !is_probed;
                 let dispatch = dispatches.then_some(RouterDispatch { first_expert, routing: &mut *routing });
-                Router { x, weight, bias, experts: chosen, weights, logits: None, top, mode, dispatch }
+                Router { x, weight, bias, experts: chosen, weights, logits, top, mode, dispatch }
                     .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
                 if dispatches {
                     return Ok(());
                 }
             }
         }
-        let experts = experts.slice(..picks);
+        self.probe_picks(idx)?;
+        let Activations { experts, routings, .. } = &mut *self.acts;
+        let (experts, routing) = (experts.slice(..picks), &mut routings[tile]);
         Dispatch { experts, first_expert, routing }.enqueue(&self.gpu.kernels, &self.gpu.stream)?;
         Ok(())
     }

@@ -94,6 +94,7 @@ mod tests {
             publish_layers: None,
             masked_tokens: Vec::new(),
             devices: vec![0],
+            probe: None,
         }
     }
 

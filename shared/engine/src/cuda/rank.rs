@@ -151,10 +151,11 @@ impl CudaRank {
                     Precision::F32 => ExpertWeights::F32,
                     Precision::Bf16 => ExpertWeights::Bf16,
                 },
+                probe: options.probe.clone(),
             },
             gpu,
         };
-        if rank.collective.is_recordable() {
+        if rank.collective.is_recordable() && options.probe.is_none() {
             for key in rank.graphs.keys() {
                 rank.capture(key)?;
             }
@@ -222,9 +223,9 @@ impl CudaRank {
         Ok(())
     }
 
-    /// Whether a batch is run by a graph, logits included.
+    /// Whether a batch is run by a graph, logits included. A probe cannot look into one.
     fn is_recorded(&self, batch: &Batch) -> bool {
-        batch.is_plain_decode() && self.collective.is_recordable()
+        batch.is_plain_decode() && self.collective.is_recordable() && self.model.probe.is_none()
     }
 
     /// Runs the layers as a graph, or kernel by kernel. Yields, for a step that publishes, an event for each batch of

@@ -54,6 +54,7 @@ fn options() -> CudaOptions {
         publish_layers: None,
         masked_tokens: Vec::new(),
         devices: vec![0],
+        probe: None,
     }
 }
 

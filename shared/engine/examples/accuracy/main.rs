@@ -1,0 +1,79 @@
+//! What `tests/reference/accuracy.py` asks of the CUDA engine, on one GPU.
+//!
+//! `accuracy trace ..` (see `trace`): logits, experts and router logits of given tokens, free, or with experts or
+//! layer inputs forced. `accuracy batch ..` (see `batch`): prompts continued alone and among others.
+
+mod batch;
+mod trace;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use engine::cuda::{self, CudaOptions, Precision, Probe, Weights};
+use engine::driver::Driver;
+use model::Checkpoint;
+use types::ParallelLayout;
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.split_first() {
+        Some((command, rest)) if command == "trace" => trace::run(rest),
+        Some((command, rest)) if command == "batch" => batch::run(rest),
+        _ => bail!("arguments: trace .. or batch .."),
+    }
+}
+
+/// How the engine rounds: words `routing=f32`.
+#[derive(Debug, Clone, Copy)]
+struct Mode {
+    routing: Precision,
+}
+
+impl Mode {
+    /// Splits off the words that say how the engine rounds; by default in bf16.
+    fn take(words: &[String]) -> Result<(Self, Vec<&str>)> {
+        let mut mode = Self { routing: Precision::Bf16 };
+        let mut rest = Vec::new();
+        for word in words {
+            match word.split_once('=') {
+                Some(("routing", "f32")) => mode.routing = Precision::F32,
+                Some(("routing", "bf16")) => mode.routing = Precision::Bf16,
+                Some(("routing", other)) => bail!("routing is {other}, known are f32 and bf16"),
+                _ => rest.push(word.as_str()),
+            }
+        }
+        Ok((mode, rest))
+    }
+}
+
+/// An engine over a checkpoint, or over the embedded nano where `model` is `nano`.
+fn build(
+    model: &str,
+    mode: Mode,
+    max_slots: u32,
+    max_step_tokens: u32,
+    probe: Option<Arc<dyn Probe>>,
+) -> Result<Driver> {
+    let checkpoint = match model {
+        "nano" => Checkpoint::embedded_nano(),
+        directory => Checkpoint::open(Path::new(directory)).context("the checkpoint")?,
+    };
+    let options = CudaOptions {
+        layout: ParallelLayout::tp(1),
+        routing: mode.routing,
+        page_tokens: 64,
+        full_pages: 100 + 32 * max_slots,
+        window_pages: 200 + 8 * max_slots,
+        max_slots,
+        max_step_tokens,
+        max_context_tokens: 4096,
+        publish_layers: None,
+        masked_tokens: Vec::new(),
+        devices: vec![0],
+        probe,
+    };
+    let pages = [options.full_pages, options.window_pages];
+    let weights = Weights::Checkpoint(Arc::new(checkpoint));
+    Ok(Driver::over(cuda::build_group(weights, options, None, Arc::new(|_| {}))?, pages))
+}

@@ -1,28 +1,35 @@
 #!/bin/sh
 # Runs the kernel tests, the memory checker and the benches on a machine with a GPU, without cargo.
 #
-#   kernels/gpu_check.sh build DIR    here: builds the test and bench binaries, strips them, puts them into DIR
-#   kernels/gpu_check.sh run DIR OUT  there: runs them; OUT receives the logs and RESULTS.md
+#   kernels/gpu_check.sh build DIR         here: builds the test and bench binaries, strips them, puts them into DIR
+#   kernels/gpu_check.sh run DIR OUT       there: runs them; OUT receives the logs and RESULTS.md
+#   kernels/gpu_check.sh sanitize DIR OUT  there: runs tests under compute-sanitizer; OUT receives the logs and SANITIZER.md
+#
+# `sanitize` checks memory (memcheck) in the tests of every kernel and in steps of nano, and shared-memory races (racecheck) in those of
+# every kernel. racecheck does not know that an mbarrier orders the copy engine's writes before reads, nor that a cluster's barrier orders
+# blocks: what it reports for kernels that use them is counted, and is not a failure.
 set -eu
 
 build() {
     mkdir -p "$1"
     cargo test --release -p device -p kernels --no-run --message-format=json | copy_binaries "$1"
+    cargo test --release -p engine --test cuda --no-run --message-format=json | copy_binaries "$1"
     cargo bench -p kernels --no-run --message-format=json | copy_binaries "$1"
     ls -l "$1"
 }
 
-# From cargo's messages: the executables of targets `kernels` and `driver`, as DIR/test, DIR/bench and DIR/driver.
+# From cargo's messages: the executables of targets `kernels`, `driver` and `cuda`, as DIR/test, DIR/bench, DIR/driver and DIR/engine.
 copy_binaries() {
     python3 -c '
 import json, shutil, subprocess, sys
 for line in sys.stdin:
     message = json.loads(line)
     binary, target = message.get("executable"), message.get("target", {})
-    if not binary or target["name"] not in ("kernels", "driver"):
+    if not binary or target["name"] not in ("kernels", "driver", "cuda"):
         continue
     kind = target["kind"][0]
-    name = "driver" if target["name"] == "driver" else {"test": "test", "bench": "bench"}.get(kind)
+    named = {"driver": "driver", "cuda": "engine"}
+    name = named.get(target["name"], {"test": "test", "bench": "bench"}.get(kind))
     if name:
         path = f"{sys.argv[1]}/{name}"
         shutil.copyfile(binary, path)
@@ -44,8 +51,44 @@ run() {
     return "$failed"
 }
 
+# Kernels whose shared memory is written by the copy engine or read across a cluster.
+ASYNC="decode_attention prefill_attention router sample skinny_gemm tile_gemm"
+# Tests of large shapes, minutes each under a checker, whose kernels smaller ones reach too.
+SLOW="--skip real_experts --skip every_width --skip logits_stay --skip a_long_prompt --skip the_same_bits --skip many_tokens"
+
+# One tool on the tests of one module; a row of the table, and status 1 for an error that counts.
+check() {
+    tool=$1 module=$2 log=$4/sanitizer-$1-$2.log
+    start=$(date +%s)
+    status=0
+    # shellcheck disable=SC2086
+    DAMASK_TEST_SEED=1 timeout 60 compute-sanitizer --tool "$tool" --error-exitcode 77 "$3" $5 --test-threads 1 $SLOW >"$log" 2>&1 ||
+        status=$?
+    tests=$(grep -c '\.\.\. ok' "$log" || true)
+    found=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | sed 's/=* *//' | tail -n 1)
+    echo "| $tool | $module | $tests | ${found:-no summary} | $(($(date +%s) - start)) |" | tee -a "$4/SANITIZER.md"
+    [ "$status" = 0 ] && return 0
+    # Only what the tool found, in a kernel whose ordering it cannot see, is no failure.
+    case "$tool $ASYNC " in
+    "racecheck "*" $module "*) [ "$status" = 77 ] ;;
+    *) return 1 ;;
+    esac
+}
+
+sanitize() {
+    failed=0
+    printf '| tool | tests of | passed | found | s |\n|---|---|---|---|---|\n' | tee "$2/SANITIZER.md"
+    for module in $("$1/test" --list | sed -n 's/^\([a-z_0-9]*\)::.*: test$/\1/p' | sort -u); do
+        check memcheck "$module" "$1/test" "$2" "$module::" || failed=1
+        check racecheck "$module" "$1/test" "$2" "$module::" || failed=1
+    done
+    check memcheck nano-steps "$1/engine" "$2" "nano::tokens_are_the_same nano::masked_tokens" || failed=1
+    return "$failed"
+}
+
 case "${1-}" in
 build) build "$2" ;;
 run) run "$2" "$3" ;;
-*) sed -n '2,6p' "$0"; exit 2 ;;
+sanitize) sanitize "$2" "$3" ;;
+*) sed -n '2,10p' "$0"; exit 2 ;;
 esac

@@ -2,7 +2,8 @@
 
 use device::{Device, DeviceBuffer, DeviceError, Stream};
 use half::bf16;
-use kernels::{KernelError, Kernels};
+use kernels::{KernelError, Kernels, KvCache, KvFormat};
+use model::E4M3;
 
 /// A device, and the rate that everything is compared with.
 pub(crate) struct Bench {
@@ -105,6 +106,20 @@ impl Bench {
             self.stream.copy_from_host(buffer.slice_mut(start..end), &chunk[..end - start]).unwrap();
         }
         buffer
+    }
+
+    /// Fills a cache with values between -1 and 1.
+    pub(crate) fn fill_cache(&self, cache: &mut KvCache) {
+        let value = |byte: &u8| f32::from(*byte) / 128.0 - 1.0;
+        let bytes: Vec<u8> = match cache.format {
+            KvFormat::Bf16 => self.random.iter().flat_map(|byte| bf16::from_f32(value(byte)).to_le_bytes()).collect(),
+            KvFormat::E4M3 => self.random.iter().map(|byte| E4M3::from_f32(value(byte)).0).collect(),
+        };
+        let len = cache.pool.len();
+        for start in (0..len).step_by(bytes.len()) {
+            let end = len.min(start + bytes.len());
+            self.stream.copy_from_host(cache.pool.slice_mut(start..end), &bytes[..end - start]).unwrap();
+        }
     }
 
     pub(crate) fn upload<T: bytemuck::Pod>(&self, values: &[T]) -> DeviceBuffer<T> {

@@ -12,6 +12,7 @@ mod all_reduce;
 mod decode_attention;
 mod harness;
 mod kv_move;
+mod launch_table;
 mod prefill_attention;
 mod skinny_gemm;
 mod tile_gemm;
@@ -27,12 +28,13 @@ fn main() {
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
     // `cargo bench -p kernels -- skinny` runs the sections whose name contains `skinny`.
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let sections: [Section; 9] = [
+    let sections: [Section; 10] = [
         ("token_wise", token_wise::run),
         ("skinny_dense", skinny_gemm::dense),
         ("skinny_experts", skinny_gemm::experts),
         ("tile_dense", tile_gemm::dense),
         ("tile_experts", tile_gemm::experts),
+        ("launch_table", launch_table::run),
         ("decode_attention", decode_attention::run),
         ("prefill_attention", prefill_attention::run),
         ("all_reduce", all_reduce::run),

@@ -2,8 +2,8 @@
 
 use device::DeviceBuffer;
 use kernels::{
-    Combine, CombineNorm, DISPATCH_TOKENS, Dispatch, ExpertWeights, KvCache, PageTable, RmsNorm, RopeKv, Router,
-    RouterDispatch, Routing, Sample, SampleRow,
+    Combine, CombineNorm, DISPATCH_TOKENS, Dispatch, ExpertWeights, KvCache, KvFormat, PageTable, RmsNorm, RopeKv,
+    Router, RouterDispatch, Routing, Sample, SampleRow,
 };
 
 use crate::harness::Bench;
@@ -23,7 +23,8 @@ pub(crate) fn run(bench: &mut Bench) {
     for tokens in [1, 128, 8192] {
         dispatch(bench, tokens);
         combine(bench, tokens);
-        rope_kv(bench, tokens);
+        rope_kv(bench, KvFormat::Bf16, tokens);
+        rope_kv(bench, KvFormat::E4M3, tokens);
     }
     let warm = SampleRow { temperature: 1.0, ..SampleRow::default() };
     for rows in [1, 128] {
@@ -128,12 +129,12 @@ fn combine(bench: &Bench, tokens: usize) {
     bench.row("combine + rmsnorm", &format!("{tokens} x 4 x {HIDDEN}"), us, tokens * HIDDEN * (TOP * 2 + 6));
 }
 
-fn rope_kv(bench: &Bench, tokens: usize) {
+fn rope_kv(bench: &Bench, format: KvFormat, tokens: usize) {
     let (q_heads, kv_heads, page_tokens) = (64, 8, 64);
     let qkv = bench.values(tokens * 5120);
     let mut q = bench.zeros(tokens * 4096);
     let pages = tokens.div_ceil(page_tokens);
-    let mut cache = KvCache::new(&bench.stream, pages, 12, kv_heads, page_tokens).unwrap();
+    let mut cache = KvCache::new(&bench.stream, format, pages, 12, kv_heads, page_tokens).unwrap();
     let positions = bench.upload(&(0..tokens as i32).collect::<Vec<_>>());
     let sequences = bench.zeros::<i32>(tokens);
     let table = bench.upload(&(0..pages as i32).collect::<Vec<_>>());
@@ -151,8 +152,9 @@ fn rope_kv(bench: &Bench, tokens: usize) {
         }
         .enqueue(&bench.kernels, &bench.stream)
     });
-    let shape = format!("{tokens} tokens, {q_heads} + 2 x {kv_heads} heads");
-    bench.row("rope + kv write", &shape, us, tokens * (5120 * 4 + 32 * 8));
+    let cache = if format == KvFormat::Bf16 { "" } else { ", E4M3" };
+    let shape = format!("{tokens} tokens, {q_heads} + 2 x {kv_heads} heads{cache}");
+    bench.row("rope + kv write", &shape, us, tokens * (5120 * 2 + 4096 * 2 + 1024 * format.bytes() + 32 * 8));
 }
 
 fn sample(bench: &Bench, rows: usize, title: &str, row: SampleRow) {

@@ -1,15 +1,26 @@
 //! Attention of one new token a sequence over its pages.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, Swizzle, TensorMap, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, TensorMap, View, ViewMut};
 use half::bf16;
 
 use crate::error::{Checker, Result, int};
-use crate::kv_cache::{HEAD_DIM, KvCache, PageTable, TILE_TOKENS};
+use crate::kv_cache::{HEAD_DIM, KvCache, KvFormat, PageTable, TILE_TOKENS};
 use crate::{Kernels, Workspace};
 
 /// 4 warps with 3 tiles of keys and values in flight each, and the alignment that the swizzle wants: constants of
 /// decode_attention.cu.
-pub(crate) const SHARED_BYTES: u32 = 4 * 3 * 2 * (TILE_TOKENS * HEAD_DIM * 2) as u32 + 1024;
+const fn shared_bytes(format: KvFormat) -> u32 {
+    4 * 3 * 2 * (TILE_TOKENS * HEAD_DIM * format.bytes()) as u32 + 1024
+}
+
+/// Blocks that share a multiprocessor: launch bounds of decode_attention.cu.
+const fn resident(format: KvFormat) -> usize {
+    match format {
+        KvFormat::Bf16 => 2,
+        KvFormat::E4M3 => 4,
+    }
+}
+
 /// Query heads that share a KV head at most.
 const GROUP: usize = 8;
 /// f32 of a partial result: maximum, sum, 2 unused, and the weighted values.
@@ -45,6 +56,22 @@ pub struct DecodeAttention<'a> {
     pub out: ViewMut<'a, bf16>,
     /// Scratch of this stream.
     pub workspace: &'a mut Workspace,
+}
+
+/// Kernels by the format of the cache.
+#[derive(Debug)]
+pub(crate) struct Variants {
+    bf16: Kernel,
+    e4m3: Kernel,
+}
+
+impl Variants {
+    pub(crate) fn load(module: &Module) -> Result<Self> {
+        Ok(Self {
+            bf16: module.kernel("decode_attention", shared_bytes(KvFormat::Bf16))?,
+            e4m3: module.kernel("decode_attention_e4m3", shared_bytes(KvFormat::E4M3))?,
+        })
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -100,18 +127,11 @@ impl DecodeAttention<'_> {
             None => self.table.check(check, batch)?,
         }
         let keys = self.window.map_or(self.max_context, |window| self.max_context.min(window));
-        let splits = splits(keys, batch * kv_heads, kernels.multiprocessors as usize);
+        let splits = splits(keys, batch * kv_heads, resident(self.cache.format) * kernels.multiprocessors as usize);
         check.room("partials", batch * kv_heads * splits * GROUP * PART, self.workspace.partials.len())?;
         check.room("counters", batch * kv_heads, self.workspace.counters.len())?;
-        let pool = stream.input(&self.cache.pool.view());
         let args = Args {
-            cache: TensorMap::matrix(
-                pool,
-                [self.cache.rows(), HEAD_DIM],
-                HEAD_DIM,
-                [TILE_TOKENS as u32, HEAD_DIM as u32],
-                Swizzle::Bytes128,
-            )?,
+            cache: self.cache.tensor_map(stream, TILE_TOKENS)?,
             q: stream.input(&self.q),
             sinks: stream.input(&self.sinks),
             out: stream.output(&mut self.out),
@@ -132,19 +152,23 @@ impl DecodeAttention<'_> {
         };
         let config = LaunchConfig {
             grid: [splits as u32, kv_heads as u32, batch as u32],
-            shared_bytes: SHARED_BYTES,
+            shared_bytes: shared_bytes(self.cache.format),
             ..LaunchConfig::linear(1, 128)
+        };
+        let kernel = match self.cache.format {
+            KvFormat::Bf16 => &kernels.decode_attention.bf16,
+            KvFormat::E4M3 => &kernels.decode_attention.e4m3,
         };
         // SAFETY: operands and workspace cover what the grid touches; that contexts lead to pages of the cache is the contract
         // of `PageTable`.
-        Ok(unsafe { kernels.decode_attention.launch(stream, config, &args) }?)
+        Ok(unsafe { kernel.launch(stream, config, &args) }?)
     }
 }
 
-/// Parts into which a context of `keys` keys is split: as many as keep all blocks resident at once, two a multiprocessor, but no part
-/// shorter than the 4 tiles that its 4 warps take at a time.
-fn splits(keys: usize, pairs: usize, multiprocessors: usize) -> usize {
-    let resident = (2 * multiprocessors / pairs).max(1);
+/// Parts into which a context of `keys` keys is split: as many as keep all blocks resident at once, of which `blocks` can be, but no
+/// part shorter than the 4 tiles that its 4 warps take at a time.
+fn splits(keys: usize, pairs: usize, blocks: usize) -> usize {
+    let resident = (blocks / pairs).max(1);
     let longest = keys.div_ceil(4 * TILE_TOKENS).max(1);
     resident.min(longest).min(MAX_SPLITS)
 }
@@ -155,9 +179,9 @@ mod tests {
 
     #[test]
     fn few_sequences_are_split_and_many_are_not() {
-        assert_eq!(splits(8192, 8, 132), 33);
-        assert_eq!(splits(8192, 128 * 8, 132), 1);
-        assert_eq!(splits(128, 8, 132), 1);
-        assert_eq!(splits(131_072, 1, 132), 64);
+        assert_eq!(splits(8192, 8, 264), 33);
+        assert_eq!(splits(8192, 128 * 8, 264), 1);
+        assert_eq!(splits(128, 8, 264), 1);
+        assert_eq!(splits(131_072, 1, 264), 64);
     }
 }

@@ -21,7 +21,7 @@ pub struct Kernels {
     pub(crate) all_gather: Kernel,
     pub(crate) all_reduce: all_reduce::Variants,
     pub(crate) combine: combine::Variants,
-    pub(crate) decode_attention: Kernel,
+    pub(crate) decode_attention: decode_attention::Variants,
     pub(crate) dispatch: Kernel,
     pub(crate) embed: Kernel,
     pub(crate) gather_rows: Kernel,
@@ -35,6 +35,7 @@ pub struct Kernels {
     pub(crate) skinny_gemm: skinny_gemm::Variants,
     pub(crate) sum_ranks: Kernel,
     pub(crate) tile_gemm: tile_gemm::Variants,
+    pub(crate) unpack_kv: Kernel,
 }
 
 impl Kernels {
@@ -49,8 +50,7 @@ impl Kernels {
             all_gather: module(device, "all_gather")?.kernel("all_gather", 0)?,
             all_reduce: all_reduce::Variants::load(&module(device, "all_reduce")?)?,
             combine: combine::Variants::load(&module(device, "combine")?)?,
-            decode_attention: module(device, "decode_attention")?
-                .kernel("decode_attention", decode_attention::SHARED_BYTES)?,
+            decode_attention: decode_attention::Variants::load(&module(device, "decode_attention")?)?,
             dispatch: module(device, "dispatch")?.kernel("dispatch", 0)?,
             embed: module(device, "embed")?.kernel("embed", 0)?,
             gather_rows: module(device, "gather_rows")?.kernel("gather_rows", 0)?,
@@ -65,6 +65,7 @@ impl Kernels {
             skinny_gemm: skinny_gemm::Variants::load(&module(device, "skinny_gemm")?)?,
             sum_ranks: module(device, "sum_ranks")?.kernel("sum_ranks", 0)?,
             tile_gemm: tile_gemm::Variants::load(&module(device, "tile_gemm")?)?,
+            unpack_kv: module(device, "unpack_kv")?.kernel("unpack_kv", 0)?,
         })
     }
 }

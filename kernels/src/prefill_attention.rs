@@ -1,11 +1,11 @@
 //! Attention of a run of new tokens of one sequence over its pages.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, Swizzle, TensorMap, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, TensorMap, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
-use crate::kv_cache::{HEAD_DIM, KvCache};
+use crate::kv_cache::{HEAD_DIM, KvCache, KvFormat};
 
 /// Rows of (token, query head) of a block, keys of a tile, threads: constants of prefill_attention.cu.
 const ROWS: usize = 128;
@@ -25,7 +25,7 @@ pub struct PrefillAttention<'a> {
     pub q: View<'a, bf16>,
     /// `[q_heads]`
     pub sinks: View<'a, bf16>,
-    /// Pages of the layer's group.
+    /// Pages of the layer's group, in bf16; those of E4M3 pass through [`UnpackKv`](crate::UnpackKv).
     pub cache: &'a KvCache,
     /// Layer within the group.
     pub layer: usize,
@@ -70,13 +70,15 @@ impl PrefillAttention<'_> {
     ///
     /// # Errors
     /// `Size` if the operands disagree or the pages do not reach from the first visible key to the last token, `Dimension` unless
-    /// 1, 2, 4 or 8 query heads share a KV head, `Device` if the launch fails.
+    /// the cache is bf16 and 1, 2, 4 or 8 query heads share a KV head, `Device` if the launch fails.
     pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
         let check = Checker("prefill_attention");
         let (q_heads, kv_heads) = (self.sinks.len(), self.cache.kv_heads);
         let group = q_heads / kv_heads.max(1);
         let grouped = [1, 2, 4, 8].contains(&group) && group * kv_heads == q_heads;
         check.dimension("query heads", q_heads, "1, 2, 4 or 8 for each kv head", grouped)?;
+        let format = self.cache.format;
+        check.dimension("cache", format.bytes(), "bf16: 2 bytes", format == KvFormat::Bf16)?;
         check.dimension("layer", self.layer, "below the group's layers", self.layer < self.cache.layers)?;
         let tokens = self.q.len() / (q_heads * HEAD_DIM);
         check.size("q", tokens * q_heads * HEAD_DIM, self.q.len())?;
@@ -95,15 +97,8 @@ impl PrefillAttention<'_> {
         )?;
         check.room("pages", (self.start + tokens).div_ceil(page_tokens) - self.first_page, self.pages.len())?;
         let box_tokens = if page_tokens.is_multiple_of(KEYS) { KEYS } else { page_tokens & page_tokens.wrapping_neg() };
-        let pool = stream.input(&self.cache.pool.view());
         let args = Args {
-            cache: TensorMap::matrix(
-                pool,
-                [self.cache.rows(), HEAD_DIM],
-                HEAD_DIM,
-                [box_tokens as u32, HEAD_DIM as u32],
-                Swizzle::Bytes128,
-            )?,
+            cache: self.cache.tensor_map(stream, box_tokens)?,
             q: stream.input(&self.q),
             sinks: stream.input(&self.sinks),
             out: stream.output(&mut self.out),

@@ -5,10 +5,10 @@ use half::bf16;
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
-use crate::kv_cache::{HEAD_DIM, KvCache, PageTable};
+use crate::kv_cache::{HEAD_DIM, KvCache, KvFormat, PageTable};
 
 /// Rotates queries into `q` and keys and values into their pages: `first * cos - second * sin`, `second * cos + first * sin` for
-/// the two halves of a head, in f32.
+/// the two halves of a head, in f32. In a cache of E4M3, keys and values are rounded once, to nearest even, and limited to +-448.
 ///
 /// Source: `_apply_rotary_emb` in openai/gpt-oss `gpt_oss/torch/model.py`; plain definition: `model::reference::rotate`.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ pub struct RopeKv<'a> {
 struct Args {
     qkv: DevicePtr<bf16>,
     q: DevicePtrMut<bf16>,
-    cache: DevicePtrMut<bf16>,
+    cache: DevicePtrMut<u8>,
     angles: DevicePtr<[f32; 2]>,
     position: DevicePtr<i32>,
     sequence: DevicePtr<i32>,
@@ -49,7 +49,7 @@ struct Args {
     q_heads: i32,
     kv_heads: i32,
     dim: i32,
-    padding: i32,
+    is_e4m3: i32,
 }
 
 const _: () = assert!(size_of::<Args>() == 104);
@@ -98,7 +98,7 @@ impl RopeKv<'_> {
             q_heads: int(q_heads),
             kv_heads: int(kv_heads),
             dim: int(HEAD_DIM),
-            padding: 0,
+            is_e4m3: i32::from(self.cache.format == KvFormat::E4M3),
         };
         let threads = (heads * HEAD_DIM / 16).next_multiple_of(32) as u32;
         // SAFETY: one block a token, one thread for 16 channels, all within qkv and q; that positions lead to pages of the cache

@@ -1,10 +1,11 @@
 //! Decode attention: windows, sinks, splits, page borders; memory outside the context holds NaNs.
 
 use half::bf16;
-use kernels::{DecodeAttention, KvCache, PageTable};
+use kernels::{DecodeAttention, KvCache, KvFormat, PageTable};
+use model::E4M3;
 use model::reference::{self, AttentionShape};
 
-use crate::gpu::{Gpu, Random, compare, widen};
+use crate::gpu::{BF16_ROUNDING, Gpu, Random, compare, widen};
 
 const DIM: usize = 64;
 
@@ -15,8 +16,33 @@ struct Heads {
 
 const OF_20B: Heads = Heads { query: 64, kv: 8 };
 
-/// Sequences of these context lengths, their keys in shuffled pages; `max_context` decides the number of splits.
+/// Sequences of these context lengths, their keys in shuffled pages; `max_context` decides the number of splits. In both formats.
 fn check(case: &str, contexts: &[i32], heads: Heads, page_tokens: usize, window: Option<usize>, max_context: usize) {
+    for format in [KvFormat::Bf16, KvFormat::E4M3] {
+        check_format(case, format, contexts, &heads, page_tokens, window, max_context);
+    }
+}
+
+/// A random number of the format, widened, and its bytes.
+fn element(format: KvFormat, x: bf16) -> (f32, Vec<u8>) {
+    match format {
+        KvFormat::Bf16 => (x.to_f32(), x.to_le_bytes().to_vec()),
+        KvFormat::E4M3 => {
+            let x = E4M3::from_f32(x.to_f32());
+            (x.to_f32(), vec![x.0])
+        }
+    }
+}
+
+fn check_format(
+    case: &str,
+    format: KvFormat,
+    contexts: &[i32],
+    heads: &Heads,
+    page_tokens: usize,
+    window: Option<usize>,
+    max_context: usize,
+) {
     let Some(mut gpu) = Gpu::open() else { return };
     let mut random = Random::new();
     let (layers, layer, batch) = (2, 1, contexts.len());
@@ -27,13 +53,14 @@ fn check(case: &str, contexts: &[i32], heads: Heads, page_tokens: usize, window:
     }
     // Keys of one sequence: [position][kv head][dim]. Large sinks, so that a forgotten one changes everything.
     let kv_len = |context: i32| context as usize * heads.kv * DIM;
-    let keys: Vec<Vec<bf16>> = contexts.iter().map(|n| random.bf16(kv_len(*n), 1.0)).collect();
-    let values: Vec<Vec<bf16>> = contexts.iter().map(|n| random.bf16(kv_len(*n), 1.0)).collect();
+    let mut planes = |_| -> Vec<Vec<bf16>> { contexts.iter().map(|n| random.bf16(kv_len(*n), 1.0)).collect() };
+    let [keys, values] = std::array::from_fn(&mut planes);
     let q = random.bf16(batch * heads.query * DIM, 2.0);
     let sinks: Vec<bf16> = (0..heads.query).map(|_| bf16::from_f32(3.0 + random.normal(3.0))).collect();
 
-    let mut cache = KvCache::new(&gpu.stream, batch * width, layers, heads.kv, page_tokens).unwrap();
-    let mut pool = vec![bf16::NAN; cache.pool.len()];
+    let mut cache = KvCache::new(&gpu.stream, format, batch * width, layers, heads.kv, page_tokens).unwrap();
+    let mut pool = vec![0xff; cache.pool.len()]; // NaNs
+    let row_bytes = DIM * format.bytes();
     for (sequence, context) in contexts.iter().enumerate() {
         let first_visible = window.map_or(0, |window| (*context as usize).saturating_sub(window));
         for position in first_visible..*context as usize {
@@ -42,8 +69,9 @@ fn check(case: &str, contexts: &[i32], heads: Heads, page_tokens: usize, window:
                 for (plane, source) in [&keys, &values].into_iter().enumerate() {
                     let row = (((page * layers + layer) * heads.kv + head) * 2 + plane) * page_tokens
                         + position % page_tokens;
-                    pool[row * DIM..][..DIM]
-                        .copy_from_slice(&source[sequence][(position * heads.kv + head) * DIM..][..DIM]);
+                    let source = &source[sequence][(position * heads.kv + head) * DIM..][..DIM];
+                    let bytes: Vec<u8> = source.iter().flat_map(|x| element(format, *x).1).collect();
+                    pool[row * row_bytes..][..row_bytes].copy_from_slice(&bytes);
                 }
             }
         }
@@ -71,21 +99,27 @@ fn check(case: &str, contexts: &[i32], heads: Heads, page_tokens: usize, window:
 
     let shape = AttentionShape { num_heads: heads.query, num_kv_heads: heads.kv, head_dim: DIM, window };
     let row = heads.query * DIM;
+    let widened = |source: &[bf16]| source.iter().map(|x| element(format, *x).0).collect::<Vec<f32>>();
+    // Probabilities are rounded before they weigh values of size 1 to 3: to bf16, at random, 2^-9 x |v| each, averaging out; or to
+    // f16, where even the worst case is 2^-12 x |v|. The output is rounded to bf16. f32 scores and the fast exponential add 1e-5.
+    let (relative, absolute) = match format {
+        KvFormat::Bf16 => (0.01, 0.006),
+        KvFormat::E4M3 => (BF16_ROUNDING, 0.0015),
+    };
     for (sequence, context) in contexts.iter().enumerate() {
         let got = &got[sequence * row..][..row];
         let want = match context {
             0 => vec![0.0; row],
             _ => reference::attention(
                 &widen(&q[sequence * row..][..row]),
-                &widen(&keys[sequence]),
-                &widen(&values[sequence]),
+                &widened(&keys[sequence]),
+                &widened(&values[sequence]),
                 &widen(&sinks),
                 shape,
             ),
         };
-        // Probabilities are rounded to bf16 before they weigh values of size 1 to 3, at random: 2^-9 x |v| each, averaging out; the
-        // output is rounded once more. f32 scores and the fast exponential add 1e-5.
-        compare(&format!("{case}: sequence {sequence}"), got, &want, DIM, |want, _| 0.01 * want.abs() + 0.006);
+        let case = format!("{case}, {format:?}: sequence {sequence}");
+        compare(&case, got, &want, DIM, |want, _| relative * want.abs() + absolute);
     }
 }
 

@@ -21,3 +21,4 @@ mod router;
 mod sample;
 mod skinny_gemm;
 mod tile_gemm;
+mod unpack_kv;

@@ -1,7 +1,7 @@
 //! Prefill attention: chunks, windows, sinks, page sizes; memory outside the context holds NaNs.
 
 use half::bf16;
-use kernels::{KvCache, PrefillAttention};
+use kernels::{KvCache, KvFormat, PrefillAttention};
 use model::reference::{self, AttentionShape};
 
 use crate::gpu::{Gpu, Random, compare, widen};
@@ -38,8 +38,8 @@ fn check(name: &str, case: &Case) {
     let q = random.bf16(tokens * q_heads * DIM, 2.0);
     let sinks: Vec<bf16> = (0..q_heads).map(|_| bf16::from_f32(3.0 + random.normal(3.0))).collect();
 
-    let mut cache = KvCache::new(&gpu.stream, num_pages + 3, layers, kv_heads, page_tokens).unwrap();
-    let mut pool = vec![bf16::NAN; cache.pool.len()];
+    let mut cache = KvCache::new(&gpu.stream, KvFormat::Bf16, num_pages + 3, layers, kv_heads, page_tokens).unwrap();
+    let mut pool = vec![bf16::NAN; cache.pool.len() / 2];
     for position in window.map_or(0, |window| (start + 1).saturating_sub(window))..context {
         let page = pages[position / page_tokens - first_page] as usize;
         for head in 0..kv_heads {
@@ -50,7 +50,7 @@ fn check(name: &str, case: &Case) {
             }
         }
     }
-    gpu.stream.copy_from_host(cache.pool.view_mut(), &pool).unwrap();
+    gpu.stream.copy_from_host(cache.pool.view_mut(), bytemuck::cast_slice(&pool)).unwrap();
     let (device_q, device_sinks, device_pages) = (gpu.upload(&q), gpu.upload(&sinks), gpu.upload(&pages));
     let mut out = gpu.poisoned::<bf16>(q.len());
     PrefillAttention {

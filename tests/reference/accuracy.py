@@ -38,6 +38,7 @@ ROWS = 256  # of logits at a time: f64 on the GPU
 MODES = {
     "bf16": dict(words=[], runs=["free", "picks", "inputs"]),
     "routing f32": dict(words=["routing=f32"], runs=["free", "inputs"]),
+    "cache fp8": dict(words=["kv=fp8"], runs=["free", "picks"]),
 }
 PROMPTS, CONTINUED = [100, 200, 300, 500, 700, 1000, 1500, 2000], 128
 NANO_STEPS = 128
@@ -124,6 +125,10 @@ def compare(logits, want):
     return row
 
 
+def on_gpu(logits):
+    return torch.from_numpy(numpy.array(logits)).cuda()
+
+
 def differ(a, b):
     """Which (layer, token) visit other experts."""
     return (numpy.sort(a, -1) != numpy.sort(b, -1)).any(-1)
@@ -166,6 +171,8 @@ LOGIT_HEAD = ["engine", "relative error", "prompt", "decode", "cosine, mean", "l
 def render(found):
     fed, flips = found["fed"], found["flips"]
     parts = ["## Experts forced: logits beside transformers in bf16\n", table(LOGIT_HEAD, logit_rows(found["forced"])),
+             "## Experts forced: cache in fp8, logits beside those with a cache in bf16\n",
+             table(LOGIT_HEAD, logit_rows(found["cache"])),
              "## Free: logits against float32\n", table(LOGIT_HEAD, logit_rows(found["free"])),
              f"Our error is {found['error_ratio']:.3f} times that of transformers; allowed is {MOST_ERROR_RATIO}.\n",
              "## Layers fed with transformers' inputs: experts of each layer and token\n",
@@ -193,7 +200,7 @@ def measure(arguments, config, checkpoint, ids):
     want = float32(config, ids)
     torch.cuda.empty_cache()
     clock("float32", start)
-    found = {"forced": {}, "free": {"transformers, bf16": compare(oracle_logits, want)}, "flips": {}, "batch": {}}
+    found = {"forced": {}, "cache": {}, "free": {"transformers, bf16": compare(oracle_logits, want)}, "flips": {}, "batch": {}}
     runs = {}
     for name, mode in MODES.items():
         start = time.time()
@@ -202,6 +209,7 @@ def measure(arguments, config, checkpoint, ids):
         found["free"][f"damask, {name}"] = compare(runs[name]["free"].logits, want)
         if "picks" in mode["runs"]:
             found["forced"][f"damask, {name}"] = compare(runs[name]["picks"].logits, oracle_logits)
+    found["cache"]["damask, cache fp8"] = compare(runs["cache fp8"]["picks"].logits, on_gpu(runs["bf16"]["picks"].logits))
     found["error_ratio"] = found["free"]["damask, bf16"]["error"] / found["free"]["transformers, bf16"]["error"]
     is_clear, different = clear(oracle_router, top), differ(runs["bf16"]["inputs"].picks, oracle_picks)
     found["fed"] = dict(choices=is_clear.size, excluded=1 - is_clear.mean().item(), clear=int(is_clear.sum()),
@@ -237,6 +245,7 @@ def main():
     ids.to(torch.int32).numpy().tofile(os.path.join(arguments.work, "tokens"))
     with torch.no_grad():
         found = measure(arguments, config, checkpoint, ids)
+    print(json.dumps(found), flush=True)
     start = time.time()
     with open(os.path.join(here, "../fixtures/nano/greedy.json")) as file:
         prompts = [case["prompt_tokens"] for case in json.load(file)["cases"]]
@@ -253,7 +262,7 @@ def main():
         json.dump(found, file, indent=1)
     with open(os.path.join(arguments.out, "accuracy-h200.md"), "w") as file:
         file.write(text)
-    least = min(row["cosine_least"] for row in found["forced"].values())
+    least = found["forced"]["damask, bf16"]["cosine_least"]
     holds = least > LEAST_COSINE and found["error_ratio"] <= MOST_ERROR_RATIO and found["fed"]["clear_differ"] == 0
     print("all bounds hold" if holds else "A BOUND IS MISSED")
     return int(not holds)

@@ -3,7 +3,7 @@
 // over the keys j in [max(0, context - window), context); the sink is not scaled and enters once, when the parts are merged.
 //
 //   q, out  [batch, q_heads, 64] bf16, q rotated;  sinks [q_heads] bf16
-//   cache   rows of 64 bf16 as the tensor map sees them: [page][layer][kv head][K, V][token]
+//   cache   rows of 64 bf16 or E4M3 as the tensor map sees them: [page][layer][kv head][K, V][token]
 //   context [batch] keys of each sequence, its own included; 0 for padding rows, whose output is zero
 //
 // Bound by memory: each key and value is read once for all query heads that share it. A block = (split, kv head, sequence), so
@@ -12,8 +12,13 @@
 // up to 8 query heads of a kv head are rows 0..7, rows 8..15 are idle, which costs nothing here.
 // The last block of a (kv head, sequence) to finish merges the splits in order, so the result does not depend on timing.
 //
-// Shared memory: 4 warps x 3 tiles x 8 KB; two blocks a multiprocessor.
+// E4M3 becomes f16 in registers, exactly, and queries and weights are f16 as well (queries beyond its 65504 are limited to that). A
+// lane takes 16 bytes of a key, so the dims of S are summed in another order, which is the queries' too. Of values, ldmatrix
+// transposes pairs of bytes: a product over 8 columns has the even dims of 16, the next one the odd ones.
+//
+// Shared memory: 4 warps x 3 tiles x 8 KB (E4M3: 4 KB); two (four) blocks a multiprocessor.
 #include "../ptx/block_reduce.cuh"
+#include "../ptx/e4m3.cuh"
 
 struct alignas(128) TensorMap {
     uint8_t bytes[128];
@@ -44,16 +49,25 @@ static_assert(sizeof(DecodeAttentionArgs) == 256);
 namespace {
 
 constexpr int WARPS = 4, STAGES = 3, TILE = 32, DIM = 64, GROUP = 8;
-constexpr int PLANE_BYTES = TILE * DIM * 2;  // keys, or values, of a tile
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float SCALE = LOG2E / 8.0f;
 
-// Byte address of 16-byte column `column` of row `row` in a plane written with the 128-byte swizzle.
+enum class Cache { BF16, E4M3 };
+
+template <Cache CACHE>
+constexpr int ROW_BYTES = CACHE == Cache::BF16 ? DIM * 2 : DIM;
+template <Cache CACHE>
+constexpr int PLANE_BYTES = TILE * ROW_BYTES<CACHE>;  // keys, or values, of a tile
+
+// Byte address of 16-byte column `column` of row `row` in a plane written with the swizzle of as many bytes as a row has.
+template <Cache CACHE>
 __device__ __forceinline__ uint32_t swizzled(uint32_t plane, int row, int column) {
-    return plane + row * 128 + ((column ^ (row & 7)) << 4);
+    const int turn = CACHE == Cache::BF16 ? row & 7 : row >> 1 & 3;
+    return plane + row * ROW_BYTES<CACHE> + ((column ^ turn) << 4);
 }
 
-// Softmax state and sums of 8 query heads; lane (g, t) has head g and dims 8 n + 2t, 8 n + 2t + 1.
+// Softmax state and sums of 8 query heads; lane (g, t) has head g and of dims, bf16: 8 n + 2t and 8 n + 2t + 1 in out[n]; E4M3:
+// 16 j + 4t and 16 j + 4t + 2 in out[2 j], 16 j + 4t + 1 and 16 j + 4t + 3 in out[2 j + 1].
 struct State {
     float max = -INFINITY, sum = 0.0f;
     float out[8][2] = {};
@@ -74,34 +88,111 @@ __device__ Work work_of(const DecodeAttentionArgs& args, int sequence) {
     return work;
 }
 
+// The queries as left operands of four steps along the dims: step s has, bf16: dims 16 s + 2t, + 1 and 16 s + 2t + 8, + 9; E4M3:
+// dims 16 t + 4 s, + 1 and 16 t + 4 s + 2, + 3.
+template <Cache CACHE>
 __device__ void load_queries(const DecodeAttentionArgs& args, int sequence, int kv_head, uint32_t (&q)[4][2]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = args.q_heads / args.kv_heads;
     const int64_t head = static_cast<int64_t>(sequence) * args.q_heads + kv_head * group + min(g, group - 1);
     const uint32_t* words = reinterpret_cast<const uint32_t*>(args.q + head * DIM);
+    const auto to_f16 = [](uint32_t pair) {
+        const auto limited = [](float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); };
+        return ptx::pack_f16(limited(ptx::low_bf16(pair)), limited(ptx::high_bf16(pair)));
+    };
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-        q[step][0] = words[step * 8 + t];
-        q[step][1] = words[step * 8 + 4 + t];
+        if constexpr (CACHE == Cache::BF16) {
+            q[step][0] = words[step * 8 + t];
+            q[step][1] = words[step * 8 + 4 + t];
+        } else {
+            q[step][0] = to_f16(words[8 * t + 2 * step]);
+            q[step][1] = to_f16(words[8 * t + 2 * step + 1]);
+        }
+    }
+}
+
+// Scores of 8 keys, `first` the first.
+__device__ __forceinline__ void score_bf16(float (&s)[4], const uint32_t (&q)[4][2], uint32_t keys, int first) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint32_t k[4];
+        ptx::ldmatrix_x4(k, swizzled<Cache::BF16>(keys, first + lane % 8, half * 4 + lane / 8));
+        const uint32_t a0[4] = {q[2 * half][0], 0, q[2 * half][1], 0};
+        const uint32_t a1[4] = {q[2 * half + 1][0], 0, q[2 * half + 1][1], 0};
+        ptx::mma_bf16(s, a0, k[0], k[1]);
+        ptx::mma_bf16(s, a1, k[2], k[3]);
+    }
+}
+
+__device__ __forceinline__ void score_e4m3(float (&s)[4], const uint32_t (&q)[4][2], uint32_t keys, int first) {
+    const int lane = threadIdx.x % 32;
+    uint32_t k[4];
+    ptx::load_shared16(k, swizzled<Cache::E4M3>(keys, first + lane / 4, lane % 4));
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        uint32_t b0, b1;
+        ptx::unpack4_e4m3(k[step], b0, b1);
+        const uint32_t a[4] = {q[step][0], 0, q[step][1], 0};
+        ptx::mma_f16(s, a, b0, b1);
+    }
+}
+
+// Adds the values of 16 keys, `first` the first, weighted by `p`.
+__device__ __forceinline__ void mix_bf16(const uint32_t (&p)[4], uint32_t values, int first, State& state) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {  // 16 dims each
+        uint32_t v[4];
+        ptx::ldmatrix_x4_transposed(v, swizzled<Cache::BF16>(values, first + lane % 16, pair * 2 + lane / 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float* sums = state.out[2 * pair + i];
+            float d[4] = {sums[0], sums[1], 0.0f, 0.0f};
+            ptx::mma_bf16(d, p, v[2 * i], v[2 * i + 1]);
+            sums[0] = d[0], sums[1] = d[1];
+        }
+    }
+}
+
+__device__ __forceinline__ void mix_e4m3(const uint32_t (&p)[4], uint32_t values, int first, State& state) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // 32 dims each
+        uint32_t v[4];
+        ptx::ldmatrix_x4_transposed(v, swizzled<Cache::E4M3>(values, first + lane % 16, half * 2 + lane / 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            // Of keys k and k + 1: bytes k even, k odd, k + 1 even, k + 1 odd; wanted are the two even ones, then the two odd ones.
+            uint32_t even[2], odd[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) ptx::unpack4_e4m3(__byte_perm(v[2 * i + j], 0, 0x3120), even[j], odd[j]);
+            float* sums = state.out[4 * half + 2 * i];
+            float d[4] = {sums[0], sums[1], 0.0f, 0.0f};
+            ptx::mma_f16(d, p, even[0], even[1]);
+            sums[0] = d[0], sums[1] = d[1];
+            sums = state.out[4 * half + 2 * i + 1];
+            float e[4] = {sums[0], sums[1], 0.0f, 0.0f};
+            ptx::mma_f16(e, p, odd[0], odd[1]);
+            sums[0] = e[0], sums[1] = e[1];
+        }
     }
 }
 
 // Adds one tile of keys and values, of which [from, to) are visible.
+template <Cache CACHE>
 __device__ __forceinline__ void add_tile(const uint32_t (&q)[4][2], uint32_t keys, uint32_t values, int from, int to,
                                          State& state) {
-    const int lane = threadIdx.x % 32, t = lane % 4;
+    const int t = threadIdx.x % 4;
     float s[4][4];
     float top = state.max;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {  // 8 keys each
         s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint32_t k[4];
-            ptx::ldmatrix_x4(k, swizzled(keys, n * 8 + lane % 8, half * 4 + lane / 8));
-            const uint32_t a0[4] = {q[2 * half][0], 0, q[2 * half][1], 0};
-            const uint32_t a1[4] = {q[2 * half + 1][0], 0, q[2 * half + 1][1], 0};
-            ptx::mma_bf16(s[n], a0, k[0], k[1]);
-            ptx::mma_bf16(s[n], a1, k[2], k[3]);
+        if constexpr (CACHE == Cache::BF16) {
+            score_bf16(s[n], q, keys, n * 8);
+        } else {
+            score_e4m3(s[n], q, keys, n * 8);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -125,26 +216,23 @@ __device__ __forceinline__ void add_tile(const uint32_t (&q)[4][2], uint32_t key
     }
 #pragma unroll
     for (int step = 0; step < 2; ++step) {  // 16 keys each
-        const uint32_t p[4] = {ptx::pack_bf16(s[2 * step][0], s[2 * step][1]), 0,
-                               ptx::pack_bf16(s[2 * step + 1][0], s[2 * step + 1][1]), 0};
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {  // 16 dims each
-            uint32_t v[4];
-            ptx::ldmatrix_x4_transposed(v, swizzled(values, step * 16 + lane % 16, pair * 2 + lane / 16));
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float* sums = state.out[2 * pair + i];
-                float d[4] = {sums[0], sums[1], 0.0f, 0.0f};
-                ptx::mma_bf16(d, p, v[2 * i], v[2 * i + 1]);
-                sums[0] = d[0], sums[1] = d[1];
-            }
+        const auto pack = [](float low, float high) {
+            return CACHE == Cache::BF16 ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
+        };
+        const uint32_t p[4] = {pack(s[2 * step][0], s[2 * step][1]), 0, pack(s[2 * step + 1][0], s[2 * step + 1][1]), 0};
+        if constexpr (CACHE == Cache::BF16) {
+            mix_bf16(p, values, step * 16, state);
+        } else {
+            mix_e4m3(p, values, step * 16, state);
         }
     }
 }
 
 // This warp's tiles, one after the other.
+template <Cache CACHE>
 __device__ void attend(const DecodeAttentionArgs& args, int sequence, int kv_head, const Work& work, uint8_t* ring,
                        uint64_t* full, State& state) {
+    constexpr int PLANE_BYTES = ::PLANE_BYTES<CACHE>;
     const int lane = threadIdx.x % 32;
     const int table_row = args.sequence ? args.sequence[sequence] : sequence;
     const int first_page = args.first_page ? args.first_page[table_row] : 0;
@@ -165,7 +253,7 @@ __device__ void attend(const DecodeAttentionArgs& args, int sequence, int kv_hea
         }
     }
     uint32_t q[4][2];
-    load_queries(args, sequence, kv_head, q);
+    load_queries<CACHE>(args, sequence, kv_head, q);
     int stage = 0;
     uint32_t phase = 0;
     for (int tile = work.first; tile < work.last; tile += WARPS) {
@@ -175,14 +263,14 @@ __device__ void attend(const DecodeAttentionArgs& args, int sequence, int kv_hea
         if (from > 0 || to < TILE) {
             // Values outside may be anything, a NaN too, which a weight of zero would not silence.
             if (lane < from || lane >= to) {
-                uint4* row = reinterpret_cast<uint4*>(plane + PLANE_BYTES + lane * 128);
+                uint4* row = reinterpret_cast<uint4*>(plane + PLANE_BYTES + lane * ROW_BYTES<CACHE>);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) row[i] = make_uint4(0, 0, 0, 0);
+                for (int i = 0; i < ROW_BYTES<CACHE> / 16; ++i) row[i] = make_uint4(0, 0, 0, 0);
             }
             ptx::fence_async_shared();  // the copy engine writes this stage next
             __syncwarp();
         }
-        add_tile(q, ptx::shared_address(plane), ptx::shared_address(plane + PLANE_BYTES), from, to, state);
+        add_tile<CACHE>(q, ptx::shared_address(plane), ptx::shared_address(plane + PLANE_BYTES), from, to, state);
         __syncwarp();
         const int next = tile + STAGES * WARPS;
         if (lane == 0 && next < work.last) fetch(next, stage);
@@ -234,14 +322,32 @@ __device__ __forceinline__ void write(const DecodeAttentionArgs& args, int64_t p
     *reinterpret_cast<uint2*>(args.out + (pair * group + head) * DIM + piece * 4) = packed;
 }
 
-}  // namespace
+// This warp's part of the result, for `merge`.
+template <Cache CACHE>
+__device__ void put(const State& state, float* parts) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float* mine = parts + (warp * GROUP + g) * PART;
+    if (t == 0) mine[0] = state.max, mine[1] = state.sum;
+    if constexpr (CACHE == Cache::BF16) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            *reinterpret_cast<float2*>(mine + 4 + n * 8 + 2 * t) = make_float2(state.out[n][0], state.out[n][1]);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float *even = state.out[2 * j], *odd = state.out[2 * j + 1];
+            *reinterpret_cast<float4*>(mine + 4 + j * 16 + 4 * t) = make_float4(even[0], odd[0], even[1], odd[1]);
+        }
+    }
+}
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
-    decode_attention(const __grid_constant__ DecodeAttentionArgs args) {
+template <Cache CACHE>
+__device__ __forceinline__ void run(const DecodeAttentionArgs& args) {
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ uint64_t full[WARPS][STAGES];
     __shared__ bool is_last;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int kv_head = blockIdx.y, sequence = blockIdx.z, splits = gridDim.x;
     uint8_t* aligned = shared + (-ptx::shared_address(shared) & 1023);
     if (lane == 0) {
@@ -254,17 +360,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
 
     State state;
     const Work work = work_of(args, sequence);
-    attend(args, sequence, kv_head, work, aligned + warp * STAGES * 2 * PLANE_BYTES, full[warp], state);
+    attend<CACHE>(args, sequence, kv_head, work, aligned + warp * STAGES * 2 * PLANE_BYTES<CACHE>, full[warp], state);
 
     // The warps' parts meet in shared memory; every copy into it has been waited for.
     float* parts = reinterpret_cast<float*>(aligned);
     __syncthreads();
-    float* mine = parts + (warp * GROUP + g) * PART;
-    if (t == 0) mine[0] = state.max, mine[1] = state.sum;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-        *reinterpret_cast<float2*>(mine + 4 + n * 8 + 2 * t) = make_float2(state.out[n][0], state.out[n][1]);
-    }
+    put<CACHE>(state, parts);
     __syncthreads();
 
     const int group = args.q_heads / args.kv_heads, head = threadIdx.x / 16, piece = threadIdx.x % 16;
@@ -289,4 +390,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     if (threadIdx.x == 0) args.counters[pair] = 0;
     const float4 out = merge<false>(block_parts, GROUP * PART, splits, sink, top, sum);
     write(args, pair, group, out, sum);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
+    decode_attention(const __grid_constant__ DecodeAttentionArgs args) {
+    run<Cache::BF16>(args);
+}
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
+    decode_attention_e4m3(const __grid_constant__ DecodeAttentionArgs args) {
+    run<Cache::E4M3>(args);
 }

@@ -3,17 +3,18 @@
 //   qkv      [tokens, (q_heads + 2 kv_heads) * dim] bf16: queries, keys, values
 //   q        [tokens, q_heads, dim] bf16, rotated
 //   angles   [positions, dim / 2] of {cos, sin} f32
-//   cache    pages of [layer of the group][kv head][K, V][token][dim] bf16
+//   cache    pages of [layer of the group][kv head][K, V][token][dim], bf16 or E4M3 (rounded once, from f32)
 //   position [tokens]; negative for padding rows, which write nothing to the cache
 //
 // Half-split form: channel i pairs with i + dim / 2. Block = one token; a thread takes 8 channels and their partners of one query or
 // key head, or 16 channels of a value head. Reads and writes each value once; bound by memory, for one token by latency.
 #include "../ptx/block_reduce.cuh"
+#include "../ptx/e4m3.cuh"
 
 struct RopeKvArgs {
     const __nv_bfloat16* qkv;
     __nv_bfloat16* q;
-    __nv_bfloat16* cache;
+    uint8_t* cache;
     const float2* angles;
     const int32_t* position;
     const int32_t* sequence;     // row of the page table of each token; null: the token itself
@@ -26,7 +27,7 @@ struct RopeKvArgs {
     int32_t q_heads;
     int32_t kv_heads;
     int32_t dim;
-    int32_t padding;
+    int32_t is_e4m3;             // whether the cache is
 };
 static_assert(sizeof(RopeKvArgs) == 104);
 
@@ -41,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(1024) rope_kv(const __grid_constant
     const __nv_bfloat16* in = args.qkv + (static_cast<int64_t>(token) * heads + head) * args.dim + channel;
     uint4 first = *reinterpret_cast<const uint4*>(in), second = *reinterpret_cast<const uint4*>(in + half);
     const bool is_value = head >= args.q_heads + args.kv_heads;
+    float a[8], b[8];
+    ptx::unpack8(first, a), ptx::unpack8(second, b);
     if (!is_value) {
-        float a[8], b[8];
-        ptx::unpack8(first, a), ptx::unpack8(second, b);
         const float2* angle = args.angles + static_cast<int64_t>(max(position, 0)) * half + channel;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -64,8 +65,17 @@ extern "C" __global__ void __launch_bounds__(1024) rope_kv(const __grid_constant
         const int64_t page = args.page_table[static_cast<int64_t>(row) * args.table_width + entry];
         const int kv_head = (head - args.q_heads) % args.kv_heads;
         const int64_t plane = static_cast<int64_t>(args.page_tokens) * args.dim;
-        out = args.cache + page * args.page_stride + args.layer_offset + (2 * kv_head + is_value) * plane +
-              static_cast<int64_t>(position % args.page_tokens) * args.dim + channel;
+        const int64_t at = page * args.page_stride + args.layer_offset + (2 * kv_head + is_value) * plane +
+                           static_cast<int64_t>(position % args.page_tokens) * args.dim + channel;
+        if (args.is_e4m3) {
+            const auto pack = [](const float (&x)[8]) {
+                return make_uint2(ptx::pack4_e4m3(x[0], x[1], x[2], x[3]), ptx::pack4_e4m3(x[4], x[5], x[6], x[7]));
+            };
+            *reinterpret_cast<uint2*>(args.cache + at) = pack(a);
+            *reinterpret_cast<uint2*>(args.cache + at + half) = pack(b);
+            return;
+        }
+        out = reinterpret_cast<__nv_bfloat16*>(args.cache) + at;
     }
     *reinterpret_cast<uint4*>(out) = first;
     *reinterpret_cast<uint4*>(out + half) = second;

@@ -1,7 +1,7 @@
 //! `damask sweep` as a bench: prefill latency by input length and decode steps by batch and context, of random weights of a released
 //! shape.
 //!
-//! `cargo bench -p engine --features cuda --bench sweep -- --shape 20b --out DIR [--chunk 8192] [--tp N] [--ep N]
+//! `cargo bench -p engine --features cuda --bench sweep -- --shape 20b --out DIR [--chunk 8192] [--tp N] [--ep N] [--kv fp8]
 //! [--prompts 1024,8192] [--batches 1,8] [--contexts 1024]` writes DIR/20b.{md,csv,json}, with several GPUs DIR/20b-epE-tpN. What is measured, and how: `engine::sweep`.
 
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use engine::cuda::{self, Weights};
 use engine::sweep::{SweepOptions, sweep};
 use model::ReleasedShape;
-use types::ParallelLayout;
+use types::{KvDtype, ParallelLayout};
 
 struct Arguments {
     shape: ReleasedShape,
@@ -18,6 +18,7 @@ struct Arguments {
     /// Tokens of a prompt that a step takes.
     chunk: Option<usize>,
     layout: ParallelLayout,
+    kv_dtype: KvDtype,
     /// Instead of the standard cells.
     prompts: Option<Vec<usize>>,
     batches: Option<Vec<usize>>,
@@ -33,7 +34,7 @@ fn numbers(words: &mut impl Iterator<Item = String>) -> Result<Option<Vec<usize>
 
 fn arguments() -> Result<Option<Arguments>> {
     let (mut shape, mut out, mut chunk, mut layout) = (None, None, None, ParallelLayout::tp(1));
-    let (mut prompts, mut batches, mut contexts) = (None, None, None);
+    let (mut prompts, mut batches, mut contexts, mut kv_dtype) = (None, None, None, KvDtype::Bf16);
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match word.as_str() {
@@ -42,6 +43,11 @@ fn arguments() -> Result<Option<Arguments>> {
             "--chunk" => chunk = Some(words.next().context("--chunk takes a number")?.parse()?),
             "--tp" => layout.tp = words.next().context("--tp takes a number")?.parse()?,
             "--ep" => layout.ep = words.next().context("--ep takes a number")?.parse()?,
+            "--kv" => {
+                let name = words.next().context("--kv takes bf16 or fp8")?;
+                let known = [KvDtype::Bf16, KvDtype::Fp8].into_iter().find(|dtype| dtype.name() == name);
+                kv_dtype = known.context("--kv takes bf16 or fp8")?;
+            }
             "--prompts" => prompts = numbers(&mut words)?,
             "--batches" => batches = numbers(&mut words)?,
             "--contexts" => contexts = numbers(&mut words)?,
@@ -49,11 +55,12 @@ fn arguments() -> Result<Option<Arguments>> {
             other => bail!("unknown argument {other}"),
         }
     }
-    Ok(shape.zip(out).map(|(shape, out)| Arguments { shape, out, chunk, layout, prompts, batches, contexts }))
+    let rest = |(shape, out)| Arguments { shape, out, chunk, layout, kv_dtype, prompts, batches, contexts };
+    Ok(shape.zip(out).map(rest))
 }
 
 fn main() -> Result<()> {
-    let Some(Arguments { shape, out, chunk, layout, prompts, batches, contexts }) = arguments()? else {
+    let Some(Arguments { shape, out, chunk, layout, kv_dtype, prompts, batches, contexts }) = arguments()? else {
         println!("nothing to do without --shape 20b|120b and --out DIR");
         return Ok(());
     };
@@ -61,11 +68,17 @@ fn main() -> Result<()> {
         println!("skipped: {error}");
         return Ok(());
     }
-    let mut options = SweepOptions::standard(format!("gpt-oss-{shape}-random mxfp4 bf16"));
+    let mut options = SweepOptions::standard(format!("gpt-oss-{shape}-random mxfp4 bf16, cache {}", kv_dtype.name()));
+    options.kv_dtype = kv_dtype;
     let ParallelLayout { tp, ep, .. } = layout;
     let name = if tp == 1 { shape.to_string() } else { format!("{shape}-ep{ep}-tp{tp}") };
     options.layout = layout;
     options.prompts = prompts.unwrap_or(options.prompts);
+    if let (Some(batches), Some(contexts)) = (&batches, &contexts) {
+        // Asked for by name: none is left out.
+        let most = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
+        options.max_keys = options.max_keys.max(most(batches) * (most(contexts) + 256));
+    }
     options.batches = batches.unwrap_or(options.batches);
     options.contexts = contexts.unwrap_or(options.contexts);
     options.chunk = chunk.unwrap_or(options.chunk);

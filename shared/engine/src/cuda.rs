@@ -1,7 +1,8 @@
 //! The CUDA engine: gpt-oss on NVIDIA GPUs of compute capability 9.0, one thread a rank, and one GPU unless ranks are told to
 //! share.
 //!
-//! Weights stay as released (MXFP4 experts, bf16 rest), rearranged once for the tensor cores; keys and values are bf16.
+//! Weights stay as released (MXFP4 experts, bf16 rest), rearranged once for the tensor cores; keys and values are bf16,
+//! or E4M3 without scales.
 //! A step is enqueued and not waited for: slots, page tables and sampling state live on the device, and the next step
 //! reads the last tokens there. Steps that only decode are CUDA graphs, one for each batch bucket; everything else is
 //! enqueued kernel by kernel. Nothing is allocated in a step. All ranks get the logits of the whole vocabulary and draw from
@@ -67,6 +68,8 @@ pub struct CudaOptions {
     pub layout: ParallelLayout,
     /// Rounding of the weights with which the chosen experts are added, and of the router's logits.
     pub routing: Precision,
+    /// Element type of the KV cache: bf16 or fp8.
+    pub kv_dtype: KvDtype,
     /// Positions a page holds; a multiple of 32.
     pub page_tokens: u32,
     /// Pages for layers of full attention, on each rank.
@@ -148,7 +151,7 @@ fn check_capability(device: &Device) -> Result<(), EngineError> {
 /// The KV layout of a group built with these options.
 #[must_use]
 pub fn kv_layout(config: &ModelConfig, options: &CudaOptions) -> KvLayout {
-    config.kv_layout(options.page_tokens, KvDtype::Bf16, options.layout.tp)
+    config.kv_layout(options.page_tokens, options.kv_dtype, options.layout.tp)
 }
 
 /// Loads or makes the weights and starts a thread for each rank. `progress` is called from the ranks' threads.
@@ -236,6 +239,9 @@ fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError>
     }
     if options.page_tokens == 0 || !options.page_tokens.is_multiple_of(32) {
         return fail(format!("page_tokens is {}, the kernels take multiples of 32", options.page_tokens));
+    }
+    if options.kv_dtype == KvDtype::F32 {
+        return fail("the cache is f32, the kernels take bf16 and fp8".into());
     }
     if options.max_slots == 0 || options.max_step_tokens == 0 {
         return fail("max_slots and max_step_tokens must be at least 1".into());

@@ -79,6 +79,22 @@ pub struct Bound {
     pub seconds: f64,
 }
 
+impl Bound {
+    /// The same step with fewer bytes to read.
+    #[must_use]
+    pub fn without(self, machine: &Machine, bytes: f64) -> Self {
+        Self { bytes: self.bytes - bytes, seconds: self.seconds - bytes / machine.bytes_per_s, ..self }
+    }
+}
+
+/// What a decode step reads of a cache in bf16: `context` keys for each of `batch` sequences, fewer in window layers.
+#[must_use]
+pub fn cached_bytes(config: &ModelConfig, batch: usize, context: usize) -> f64 {
+    let keys = count(config, LayerKind::Full) * context as f64
+        + count(config, LayerKind::Sliding) * context.min(config.window) as f64;
+    batch as f64 * 2.0 * config.kv_width() as f64 * BF16_BYTES * keys
+}
+
 /// Weights of a layer that every token meets, beside the router's.
 fn dense_weights(config: &ModelConfig) -> f64 {
     ((config.q_width() + 2 * config.kv_width()) * config.hidden_size + config.q_width() * config.hidden_size) as f64

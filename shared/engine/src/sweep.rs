@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use model::ModelConfig;
 use scheduler::plan::RowOutputKind;
-use types::ParallelLayout;
+use types::{KvDtype, ParallelLayout};
 
 use crate::EngineError;
 use crate::cuda::LinkRate;
@@ -39,6 +39,8 @@ pub struct SweepOptions {
     pub model: String,
     /// Degrees of parallelism, one GPU a rank.
     pub layout: ParallelLayout,
+    /// Element type of the KV cache.
+    pub kv_dtype: KvDtype,
     /// Tokens of a prompt that one step takes.
     pub chunk: usize,
     /// Lengths of prompts, in tokens.
@@ -58,6 +60,7 @@ impl SweepOptions {
         Self {
             model,
             layout: ParallelLayout::tp(1),
+            kv_dtype: KvDtype::Bf16,
             chunk: 8192,
             prompts: vec![1024, 2048, 4096, 8192, 16_384, 32_768],
             batches: vec![1, 2, 4, 8, 16, 32, 64, 128],
@@ -183,7 +186,10 @@ pub fn sweep(weights: Weights, options: SweepOptions, on_cell: &mut dyn FnMut(&C
         let keys = |batch: usize| batch * (context + WARM_STEPS + STEPS + 64);
         for &batch in options.batches.iter().filter(|batch| keys(**batch) <= options.max_keys) {
             let (seconds, distinct_tokens) = decode(&mut driver, batch, context)?;
-            let bound = roofline::decode(&config, &machine, &group, batch, context + WARM_STEPS + STEPS / 2);
+            let keys = context + WARM_STEPS + STEPS / 2;
+            let saved = 1.0 - options.kv_dtype.bytes() as f64 / KvDtype::Bf16.bytes() as f64;
+            let saved_bytes = saved * roofline::cached_bytes(&config, batch, keys) / group.ranks as f64;
+            let bound = roofline::decode(&config, &machine, &group, batch, keys).without(&machine, saved_bytes);
             let cell = Cell { phase: Phase::Decode, batch, context, seconds, bound, distinct_tokens };
             on_cell(&cell);
             cells.push(cell);
@@ -205,6 +211,7 @@ fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError
     let cuda_options = CudaOptions {
         layout: options.layout,
         routing: Precision::Bf16,
+        kv_dtype: options.kv_dtype,
         page_tokens: PAGE_TOKENS,
         full_pages,
         window_pages,

@@ -9,6 +9,7 @@
 pub mod buffer;
 pub mod checkpoint;
 pub mod config;
+pub mod e4m3;
 pub mod fingerprint;
 pub mod identity;
 mod mapping;
@@ -25,6 +26,7 @@ mod weight_file;
 pub use buffer::Buffer;
 pub use checkpoint::{Checkpoint, CheckpointError, Tensor};
 pub use config::{ConfigError, LayerKind, ModelConfig, RopeConfig, SWIGLU_ALPHA};
+pub use e4m3::E4M3;
 pub use fingerprint::sha256_hex;
 pub use identity::ModelIdentity;
 pub use param::{Dtype, LayerParam, Param};

@@ -102,6 +102,8 @@ pub enum KvDtype {
     F32,
     /// 2 bytes.
     Bf16,
+    /// 1 byte: E4M3, unscaled; what lies beyond +-448 becomes that.
+    Fp8,
 }
 
 impl KvDtype {
@@ -111,6 +113,7 @@ impl KvDtype {
         match self {
             Self::F32 => 4,
             Self::Bf16 => 2,
+            Self::Fp8 => 1,
         }
     }
 
@@ -120,6 +123,7 @@ impl KvDtype {
         match self {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
         }
     }
 }

@@ -6,7 +6,7 @@ use engine::cuda;
 use serde::{Deserialize, Serialize};
 use types::ParallelLayout;
 
-use crate::config::{EngineConfig, Rounding};
+use crate::config::{EngineConfig, KvRounding, Rounding};
 use crate::error::WorkerError;
 
 /// Where a worker computes: `auto`, `cpu` or `cuda`.
@@ -57,8 +57,11 @@ impl Backend {
 /// Why a GPU cannot do what the config says.
 fn obstacle(config: &EngineConfig) -> Option<String> {
     let numerics = config.numerics;
-    if numerics.compute != Rounding::Bf16 || numerics.kv != Rounding::Bf16 {
-        return Some("it computes in bf16, and numerics.compute and numerics.kv do not say so".into());
+    if numerics.compute != Rounding::Bf16 {
+        return Some("it computes in bf16, and numerics.compute does not say so".into());
+    }
+    if numerics.kv == KvRounding::F32 {
+        return Some("it caches in bf16 or fp8, and numerics.kv says f32".into());
     }
     if !config.page_tokens.is_multiple_of(32) {
         return Some(format!("page_tokens is {}, it takes multiples of 32", config.page_tokens));
@@ -87,7 +90,7 @@ mod tests {
             role: Role::Decode,
             backend: Backend::Auto,
             layout: ParallelLayout::tp(tp),
-            numerics: NumericsConfig { compute, routing: Rounding::Bf16, kv: Rounding::Bf16 },
+            numerics: NumericsConfig { compute, routing: Rounding::Bf16, kv: KvRounding::Bf16 },
             page_tokens,
             full_pages: 1,
             window_pages: 1,

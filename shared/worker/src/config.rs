@@ -88,6 +88,18 @@ impl From<Rounding> for Precision {
     }
 }
 
+/// How keys and values are rounded in the cache: `f32`, `bf16` or `fp8`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvRounding {
+    /// Exact.
+    F32,
+    /// As the published reference keeps them.
+    Bf16,
+    /// E4M3, unscaled: half the bytes of bf16, 3 bits of mantissa.
+    Fp8,
+}
+
 /// Section `numerics`. Prefill and decode must agree in `kv`; that they agree in the rest is what makes their tokens agree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -97,12 +109,12 @@ pub struct NumericsConfig {
     /// Weights with which the chosen experts are added.
     pub routing: Rounding,
     /// Keys and values in the cache.
-    pub kv: Rounding,
+    pub kv: KvRounding,
 }
 
 impl Default for NumericsConfig {
     fn default() -> Self {
-        Self { compute: Rounding::F32, routing: Rounding::F32, kv: Rounding::F32 }
+        Self { compute: Rounding::F32, routing: Rounding::F32, kv: KvRounding::F32 }
     }
 }
 
@@ -124,8 +136,9 @@ impl NumericsConfig {
     #[must_use]
     pub fn kv_dtype(&self) -> KvDtype {
         match self.kv {
-            Rounding::F32 => KvDtype::F32,
-            Rounding::Bf16 => KvDtype::Bf16,
+            KvRounding::F32 => KvDtype::F32,
+            KvRounding::Bf16 => KvDtype::Bf16,
+            KvRounding::Fp8 => KvDtype::Fp8,
         }
     }
 }

@@ -208,6 +208,7 @@ impl OpenModel {
         CudaOptions {
             layout: config.layout,
             routing: config.numerics.routing.into(),
+            kv_dtype: config.numerics.kv_dtype(),
             page_tokens: config.page_tokens,
             full_pages: config.full_pages,
             window_pages: config.window_pages,
@@ -292,14 +293,14 @@ mod tests {
     use types::{ParallelLayout, Role};
 
     use super::*;
-    use crate::config::{NumericsConfig, Rounding};
+    use crate::config::{KvRounding, NumericsConfig, Rounding};
 
     fn engine_config(backend: Backend) -> EngineConfig {
         EngineConfig {
             role: Role::Prefill,
             backend,
             layout: ParallelLayout::tp(1),
-            numerics: NumericsConfig { compute: Rounding::Bf16, routing: Rounding::Bf16, kv: Rounding::Bf16 },
+            numerics: NumericsConfig { compute: Rounding::Bf16, routing: Rounding::Bf16, kv: KvRounding::Bf16 },
             page_tokens: 64,
             full_pages: 1,
             window_pages: 1,

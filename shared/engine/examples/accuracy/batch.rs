@@ -1,4 +1,4 @@
-//! `accuracy batch MODEL_DIR PROMPTS STEPS [routing=f32]`
+//! `accuracy batch MODEL_DIR PROMPTS STEPS [routing=f32] [kv=fp8]`
 //!
 //! PROMPTS is a text file, a prompt a line, its tokens as numbers. Each prompt is continued greedily for STEPS tokens:
 //! alone, and as one of 65 sequences, the others being the prompts behind it, over and over, each cut to another length. A
@@ -18,7 +18,7 @@ const LONGEST: u32 = 2048;
 
 pub(crate) fn run(words: &[String]) -> Result<()> {
     let (mode, words) = Mode::take(words)?;
-    let [model, prompts, steps] = words[..] else { bail!("arguments: MODEL_DIR PROMPTS STEPS [routing=f32]") };
+    let [model, prompts, steps] = words[..] else { bail!("arguments: MODEL_DIR PROMPTS STEPS [routing=f32] [kv=fp8]") };
     let steps: usize = steps.parse()?;
     let text = std::fs::read_to_string(prompts).context("the prompts")?;
     let numbers = |line: &str| line.split_whitespace().map(str::parse).collect::<Result<Vec<u32>, _>>();

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use engine::cuda::{self, CudaOptions, Precision, Probe, Weights};
 use engine::driver::Driver;
 use model::Checkpoint;
-use types::ParallelLayout;
+use types::{KvDtype, ParallelLayout};
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -24,22 +24,25 @@ fn main() -> Result<()> {
     }
 }
 
-/// How the engine rounds: words `routing=f32`.
+/// How the engine rounds: words `routing=f32`, `kv=fp8`.
 #[derive(Debug, Clone, Copy)]
 struct Mode {
     routing: Precision,
+    kv_dtype: KvDtype,
 }
 
 impl Mode {
     /// Splits off the words that say how the engine rounds; by default in bf16.
     fn take(words: &[String]) -> Result<(Self, Vec<&str>)> {
-        let mut mode = Self { routing: Precision::Bf16 };
+        let mut mode = Self { routing: Precision::Bf16, kv_dtype: KvDtype::Bf16 };
         let mut rest = Vec::new();
         for word in words {
             match word.split_once('=') {
                 Some(("routing", "f32")) => mode.routing = Precision::F32,
                 Some(("routing", "bf16")) => mode.routing = Precision::Bf16,
-                Some(("routing", other)) => bail!("routing is {other}, known are f32 and bf16"),
+                Some(("kv", "fp8")) => mode.kv_dtype = KvDtype::Fp8,
+                Some(("kv", "bf16")) => mode.kv_dtype = KvDtype::Bf16,
+                Some(("routing" | "kv", _)) => bail!("{word}: known are routing=f32|bf16 and kv=fp8|bf16"),
                 _ => rest.push(word.as_str()),
             }
         }
@@ -62,9 +65,10 @@ fn build(
     let options = CudaOptions {
         layout: ParallelLayout::tp(1),
         routing: mode.routing,
+        kv_dtype: mode.kv_dtype,
         page_tokens: 64,
         full_pages: 100 + 32 * max_slots,
-        window_pages: 200 + 8 * max_slots,
+        window_pages: 100 + 32 * max_slots,
         max_slots,
         max_step_tokens,
         max_context_tokens: 4096,

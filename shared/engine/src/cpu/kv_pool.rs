@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use half::bf16;
 use kv::KvSlice;
+use model::E4M3;
 use scheduler::plan::PageDelta;
 use types::{KvDtype, KvLayout, PageGroup, PageId};
 
@@ -43,6 +44,21 @@ impl KvElement for bf16 {
     #[inline(always)]
     fn load(lanes: &[Self; LANES]) -> V {
         widen(lanes)
+    }
+}
+
+impl KvElement for E4M3 {
+    const ZERO: Self = Self(0);
+
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        Self::from_f32(x)
+    }
+
+    #[inline(always)]
+    fn load(lanes: &[Self; LANES]) -> V {
+        let values = Self::values();
+        lanes.map(|lane| values[usize::from(lane.0)])
     }
 }
 
@@ -187,6 +203,7 @@ impl<E: KvElement> KvPool<E> {
 pub(crate) enum KvCache {
     F32(KvPool<f32>),
     Bf16(KvPool<bf16>),
+    Fp8(KvPool<E4M3>),
 }
 
 /// Calls a method on the pool inside, whatever its element type.
@@ -195,6 +212,7 @@ macro_rules! each_dtype {
         match $cache {
             KvCache::F32($pool) => $body,
             KvCache::Bf16($pool) => $body,
+            KvCache::Fp8($pool) => $body,
         }
     };
 }
@@ -205,6 +223,7 @@ impl KvCache {
         match layout.dtype {
             KvDtype::F32 => Self::F32(KvPool::new(layout, full_pages, window_pages, max_slots)),
             KvDtype::Bf16 => Self::Bf16(KvPool::new(layout, full_pages, window_pages, max_slots)),
+            KvDtype::Fp8 => Self::Fp8(KvPool::new(layout, full_pages, window_pages, max_slots)),
         }
     }
 

@@ -25,7 +25,7 @@ use types::PageGroup;
 use super::activations::Activations;
 use super::batch::Batch;
 use super::collective::{Collective, Part, Reduction};
-use super::kv_cache::RankCache;
+use super::kv_cache::{PrefillPages, RankCache};
 use super::probe::Probe;
 use super::products::{dense, expert_tile, experts};
 use super::rank::Gpu;
@@ -168,12 +168,12 @@ impl Forward<'_> {
     fn attend(&mut self, idx: usize, layer: &Layer) -> Result<(), EngineError> {
         let (batch, model) = (self.batch, self.model);
         let (group, group_layer) = page_group(&model.config, idx);
-        let (cache, table) = self.cache.read(group);
         let window = (group == PageGroup::Window).then_some(model.config.window);
         let [hidden, q_width] = layer.out.weight.shape();
         let Activations { q, attention, delta, residual, normed, .. } = &mut *self.acts;
         let (gpu, tokens) = (&mut *self.gpu, batch.tokens.len());
         if batch.decode_rows > 0 {
+            let (cache, table) = self.cache.read(group);
             DecodeAttention {
                 q: q.slice(..batch.decode_rows * q_width),
                 sinks: layer.sinks.view(),
@@ -191,14 +191,18 @@ impl Forward<'_> {
         }
         for chunk in &batch.chunks {
             let Range { start, end } = chunk.tokens;
+            let first_key = window.map_or(0, |window| (chunk.start + 1).saturating_sub(window));
+            let visible = first_key..chunk.start + chunk.tokens.len();
+            let PrefillPages { cache, layer: place, pages, first_page } =
+                self.cache.for_prefill(gpu, group, group_layer, chunk.slot, visible)?;
             PrefillAttention {
                 q: q.slice(start * q_width..end * q_width),
                 sinks: layer.sinks.view(),
                 cache,
-                layer: group_layer,
+                layer: place,
                 start: chunk.start,
-                pages: self.cache.pages_of(group, chunk.slot),
-                first_page: 0,
+                pages,
+                first_page,
                 window,
                 out: attention.slice_mut(start * q_width..end * q_width),
             }

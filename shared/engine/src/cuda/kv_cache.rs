@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use device::{Device, DeviceBuffer, PinnedBuffer, Stream, View};
-use half::bf16;
-use kernels::{KvCache, KvPool, KvPort, PageTable};
+use kernels::{KvCache, KvFormat, KvPool, KvPort, PageTable, UnpackKv};
 use kv::KvSlice;
 use model::{ModelConfig, ShardPlan};
 use scheduler::plan::PageDelta;
-use types::{KvLayout, PageGroup, PageId, SlotId};
+use types::{KvDtype, KvLayout, PageGroup, PageId, SlotId};
 
 use super::pinned_ring::PinnedRing;
 use super::random_weights::RandomTensors;
+use super::rank::Gpu;
 use super::{CudaOptions, HEAD_DIM};
 use crate::kv_slice::locate;
 use crate::{EngineError, KvReader};
@@ -42,7 +42,14 @@ impl Group {
     ) -> Result<Self, EngineError> {
         let slots = options.max_slots as usize;
         Ok(Self {
-            cache: KvCache::new(stream, pages as usize, layers, kv_heads, options.page_tokens as usize)?,
+            cache: KvCache::new(
+                stream,
+                format(options.kv_dtype),
+                pages as usize,
+                layers,
+                kv_heads,
+                options.page_tokens as usize,
+            )?,
             table: stream.zeros(slots * width)?,
             held: vec![0..0; slots],
             pages: pages as usize,
@@ -50,17 +57,51 @@ impl Group {
     }
 }
 
+/// Elements of an allowed type.
+fn format(dtype: KvDtype) -> KvFormat {
+    match dtype {
+        KvDtype::Bf16 => KvFormat::Bf16,
+        KvDtype::Fp8 => KvFormat::E4M3,
+        KvDtype::F32 => unreachable!("`check` refuses a cache of f32"),
+    }
+}
+
+/// Where prefill attention finds one layer of a sequence.
+pub(crate) struct PrefillPages<'a> {
+    pub(crate) cache: &'a KvCache,
+    pub(crate) layer: usize,
+    pub(crate) pages: View<'a, i32>,
+    /// Logical page of the first of `pages`.
+    pub(crate) first_page: usize,
+}
+
+/// Room for one layer of one sequence in bf16, as prefill attention reads it, beside a cache in E4M3.
+struct Widened {
+    cache: KvCache,
+    /// 0, 1, 2, ..
+    pages: DeviceBuffer<i32>,
+}
+
+impl Widened {
+    fn new(stream: &Stream, pages: usize, kv_heads: usize, page_tokens: usize) -> Result<Self, EngineError> {
+        let numbers: Vec<i32> = (0..pages as i32).collect();
+        let cache = KvCache::new(stream, KvFormat::Bf16, pages, 1, kv_heads, page_tokens)?;
+        Ok(Self { cache, pages: stream.upload(&numbers)? })
+    }
+}
+
 /// The cache of a rank.
 pub(crate) struct RankCache {
     pub(crate) full: Group,
     pub(crate) window: Group,
+    widened: Option<Widened>,
     /// Logical pages that a sequence may have.
     width: usize,
     layout: KvLayout,
     config: ModelConfig,
     plan: ShardPlan,
-    imports: BTreeMap<usize, PinnedRing<bf16>>,
-    exports: RefCell<BTreeMap<usize, PinnedBuffer<bf16>>>,
+    imports: BTreeMap<usize, PinnedRing<u8>>,
+    exports: RefCell<BTreeMap<usize, PinnedBuffer<u8>>>,
 }
 
 impl RankCache {
@@ -77,7 +118,11 @@ impl RankCache {
         let width = options.max_context_tokens.div_ceil(options.page_tokens) as usize;
         let group =
             |group, pages| Group::new(stream, layout.layers(group).len(), plan.kv_heads.len(), pages, width, options);
+        let (kv_heads, page_tokens) = (plan.kv_heads.len(), options.page_tokens as usize);
+        let widens = options.kv_dtype == KvDtype::Fp8;
+        let widened = widens.then(|| Widened::new(stream, width, kv_heads, page_tokens)).transpose()?;
         let mut cache = Self {
+            widened,
             full: group(PageGroup::Full, options.full_pages)?,
             window: group(PageGroup::Window, options.window_pages)?,
             width,
@@ -93,8 +138,9 @@ impl RankCache {
             stream.fill_zero(group.cache.pool.view_mut())?;
         }
         if let Some(mut random) = filler {
-            random.fill_cache(cache.full.cache.pool.view_mut())?;
-            random.fill_cache(cache.window.cache.pool.view_mut())?;
+            for group in [&mut cache.full, &mut cache.window] {
+                random.fill_cache(group.cache.format, group.cache.pool.view_mut())?;
+            }
         }
         Ok(cache)
     }
@@ -165,10 +211,33 @@ impl RankCache {
         held.start * page_tokens <= positions.start && positions.end <= held.end * page_tokens
     }
 
-    /// The pages of one slot, from its first position on.
-    pub(crate) fn pages_of(&self, group: PageGroup, slot: SlotId) -> View<'_, i32> {
-        let first = slot.0 as usize * self.width;
-        self.group(group).table.slice(first..first + self.width)
+    /// One layer of a slot's sequence as prefill attention takes it, for queries that see keys `visible`. Widens those if
+    /// the cache is E4M3; only one such layer at a time.
+    ///
+    /// # Errors
+    /// [`EngineError::Gpu`].
+    pub(crate) fn for_prefill(
+        &mut self,
+        gpu: &Gpu,
+        group: PageGroup,
+        layer: usize,
+        slot: SlotId,
+        visible: Range<usize>,
+    ) -> Result<PrefillPages<'_>, EngineError> {
+        let (first, page_tokens) = (slot.0 as usize * self.width, self.layout.page_tokens as usize);
+        let Group { cache, table, .. } = match group {
+            PageGroup::Full => &self.full,
+            PageGroup::Window => &self.window,
+        };
+        let Some(widened) = &mut self.widened else {
+            let pages = table.slice(first..first + self.width);
+            return Ok(PrefillPages { cache, layer, pages, first_page: 0 });
+        };
+        let (first_page, end_page) = (visible.start / page_tokens, visible.end.div_ceil(page_tokens));
+        let pages = table.slice(first + first_page..first + end_page);
+        UnpackKv { cache, layer, pages, out: &mut widened.cache }.enqueue(&gpu.kernels, &gpu.stream)?;
+        let pages = widened.pages.slice(..end_page - first_page);
+        Ok(PrefillPages { cache: &widened.cache, layer: 0, pages, first_page })
     }
 
     /// A group's cache for writing, and the tables of all slots.
@@ -195,7 +264,7 @@ impl RankCache {
         page: PageId,
         out: &mut [u8],
     ) -> Result<(), EngineError> {
-        let range = self.elements(slice, page, out.len())?;
+        let range = self.place(slice, page, out.len())?;
         let mut buffers = self.exports.borrow_mut();
         let buffer = match buffers.remove(&range.len()) {
             Some(buffer) => buffer,
@@ -204,7 +273,7 @@ impl RankCache {
         let len = range.len();
         let source = self.group(slice.group).cache.pool.slice(range);
         let buffer = stream.download_into(source, buffer)?.wait()?;
-        out.copy_from_slice(bytemuck::cast_slice(&buffer));
+        out.copy_from_slice(&buffer);
         buffers.insert(len, buffer);
         Ok(())
     }
@@ -220,18 +289,18 @@ impl RankCache {
         page: PageId,
         bytes: &[u8],
     ) -> Result<(), EngineError> {
-        let range = self.elements(slice, page, bytes.len())?;
+        let range = self.place(slice, page, bytes.len())?;
         let group = match slice.group {
             PageGroup::Full => &mut self.full,
             PageGroup::Window => &mut self.window,
         };
         let ring = self.imports.entry(range.len()).or_insert_with(|| PinnedRing::new(range.len(), IMPORTS));
         let dst = group.cache.pool.slice_mut(range);
-        ring.upload(stream, dst, |buffer| bytemuck::cast_slice_mut(buffer).copy_from_slice(bytes))
+        ring.upload(stream, dst, |buffer| buffer.copy_from_slice(bytes))
     }
 
     /// Where a slice of `bytes` bytes lies in its group's pool.
-    fn elements(&self, slice: &KvSlice, page: PageId, bytes: usize) -> Result<Range<usize>, EngineError> {
+    fn place(&self, slice: &KvSlice, page: PageId, bytes: usize) -> Result<Range<usize>, EngineError> {
         let group = self.group(slice.group);
         let place = || -> Result<Range<usize>, String> {
             let (layer, heads) = locate(&self.config, &self.plan, &self.layout, slice, bytes)?;
@@ -239,7 +308,7 @@ impl RankCache {
                 return Err(format!("page {} is beyond the pool's {}", page.0, group.pages));
             }
             let first = (page.0 as usize * group.cache.layers + layer) * group.cache.kv_heads;
-            let head_len = 2 * group.cache.page_tokens * HEAD_DIM;
+            let head_len = 2 * group.cache.page_tokens * HEAD_DIM * group.cache.format.bytes();
             Ok((first + heads.start) * head_len..(first + heads.end) * head_len)
         };
         place().map_err(|reason| EngineError::KvSlice { slice: *slice, rank: self.plan.rank as u32, reason })

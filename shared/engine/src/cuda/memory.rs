@@ -2,7 +2,7 @@
 
 use device::Device;
 use model::{ModelConfig, ShardPlan, rank_bytes};
-use types::PageGroup;
+use types::{KvDtype, PageGroup};
 
 use super::{CudaOptions, kv_layout};
 use crate::EngineError;
@@ -45,13 +45,18 @@ impl MemoryNeeds {
         // The residual stream three times, q k v, queries and attention, and for each expert of a token its input, units and output.
         let widths = 3 * hidden + (q + 2 * kv) + 2 * q + top * (2 * hidden + plan.units.len() as u64);
         let activations = tokens * (widths * ACTIVATION_BYTES + 4 * config.num_experts as u64);
+        // One layer of the longest sequence in bf16, for prefill over a cache in E4M3.
+        let widened = match options.kv_dtype {
+            KvDtype::Fp8 => u64::from(options.max_context_tokens) * 2 * kv * ACTIVATION_BYTES,
+            KvDtype::Bf16 | KvDtype::F32 => 0,
+        };
         let sampling = slots * config.vocab_size as u64 * SAMPLER_BYTES;
         let layout = kv_layout(config, options);
         let page_bytes = |group: PageGroup| {
             layout.layers(group).len() as u64 * plan.kv_heads.len() as u64 * layout.head_bytes() as u64
         };
         Self {
-            fixed_bytes: rank_bytes(config, plan) + activations + sampling + OVERHEAD_BYTES,
+            fixed_bytes: rank_bytes(config, plan) + activations + widened + sampling + OVERHEAD_BYTES,
             full_page_bytes: page_bytes(PageGroup::Full),
             window_page_bytes: page_bytes(PageGroup::Window),
         }
@@ -76,7 +81,7 @@ pub fn gpu_memory_bytes(ordinal: u32) -> Result<u64, EngineError> {
 
 #[cfg(test)]
 mod tests {
-    use types::ParallelLayout;
+    use types::{KvDtype, ParallelLayout};
 
     use super::*;
     use crate::cuda::Precision;
@@ -85,6 +90,7 @@ mod tests {
         CudaOptions {
             layout,
             routing: Precision::Bf16,
+            kv_dtype: KvDtype::Bf16,
             page_tokens: 64,
             full_pages: 1,
             window_pages: 1,
@@ -113,6 +119,17 @@ mod tests {
         let tokens = 64 * needs.full_pages_within(h200 * 9 / 10, 500);
         assert!((1_600_000..2_000_000).contains(&tokens), "{tokens} tokens");
         assert_eq!(needs.full_pages_within(60 << 30, 500), 0);
+    }
+
+    #[test]
+    fn pages_in_fp8_take_half() {
+        let config = ModelConfig::gpt_oss_120b();
+        let options = options(ParallelLayout::tp(1), 128, 128);
+        let bf16 = MemoryNeeds::of(&config, &options).unwrap();
+        let fp8 = MemoryNeeds::of(&config, &CudaOptions { kv_dtype: KvDtype::Fp8, ..options }).unwrap();
+        assert_eq!((2 * fp8.full_page_bytes, 2 * fp8.window_page_bytes), (bf16.full_page_bytes, bf16.window_page_bytes));
+        // Keys and values of 8 heads at 131,072 positions, in bf16.
+        assert_eq!(fp8.fixed_bytes - bf16.fixed_bytes, 131_072 * 2 * 8 * 64 * 2);
     }
 
     #[test]

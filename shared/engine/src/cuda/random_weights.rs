@@ -13,7 +13,8 @@ use std::f64::consts::TAU;
 use bytemuck::Pod;
 use device::{DeviceBuffer, Stream, ViewMut};
 use half::bf16;
-use model::{LayerParam, ModelConfig, Param};
+use kernels::KvFormat;
+use model::{E4M3, LayerParam, ModelConfig, Param};
 
 use super::weights::TensorSource;
 use crate::EngineError;
@@ -64,8 +65,13 @@ impl RandomTensors {
     ///
     /// # Errors
     /// [`EngineError::Gpu`].
-    pub(crate) fn fill_cache(&mut self, out: ViewMut<'_, bf16>) -> Result<(), EngineError> {
-        self.fill_normal(self.part_seed, "cache", 0.0, 1.0, out)
+    pub(crate) fn fill_cache(&mut self, format: KvFormat, out: ViewMut<'_, u8>) -> Result<(), EngineError> {
+        let table: Vec<u8> = match format {
+            KvFormat::Bf16 => self.numbers.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+            KvFormat::E4M3 => self.numbers.iter().map(|x| E4M3::from_f32(*x).0).collect(),
+        };
+        let table = self.stream.upload(&table)?;
+        spread(&self.stream, &table, format.bytes(), self.part_seed ^ hash("cache"), out)
     }
 
     /// The same on all ranks for what all of them hold whole.
@@ -94,7 +100,7 @@ impl RandomTensors {
             let table: Vec<bf16> = self.numbers.iter().map(scaled).collect();
             self.normal.insert(key, self.stream.upload(&table)?);
         }
-        spread(&self.stream, &self.normal[&key], seed ^ hash(name), out)
+        spread(&self.stream, &self.normal[&key], 1, seed ^ hash(name), out)
     }
 }
 
@@ -122,21 +128,22 @@ impl TensorSource for RandomTensors {
     fn bytes(&mut self, param: Param, out: ViewMut<'_, u8>) -> Result<(), EngineError> {
         let is_scale = matches!(param, Param::Layer(_, LayerParam::GateUpScales | LayerParam::DownScales));
         let table = if is_scale { &self.scales } else { &self.codes };
-        spread(&self.stream, table, self.part_seed ^ hash(&param.to_string()), out)
+        spread(&self.stream, table, 1, self.part_seed ^ hash(&param.to_string()), out)
     }
 }
 
-/// Fills `out` with pieces of `table` that begin at random places.
+/// Fills `out` with pieces of `table` that begin at random multiples of `unit`.
 fn spread<T: Pod>(
     stream: &Stream,
     table: &DeviceBuffer<T>,
+    unit: usize,
     seed: u64,
     mut out: ViewMut<'_, T>,
 ) -> Result<(), EngineError> {
     let mut random = SplitMix(seed);
     let mut at = 0;
     while at < out.len() {
-        let from = (random.next() % (table.len() as u64 / 2)) as usize;
+        let from = (random.next() % (table.len() as u64 / 2)) as usize / unit * unit;
         let len = (table.len() - from).min(out.len() - at);
         stream.copy(out.reborrow().slice(at..at + len), table.slice(from..from + len))?;
         at += len;

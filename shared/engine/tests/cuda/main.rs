@@ -23,7 +23,7 @@ use engine::KvListener;
 use engine::cuda::{self, CudaOptions, Precision, Weights};
 use model::Checkpoint;
 use scheduler::plan::RowOutputKind;
-use types::{ParallelLayout, TokenId};
+use types::{KvDtype, ParallelLayout, TokenId};
 
 /// The bound that issue trackers and papers use for "as good as the other bf16 engine", with room for one flipped
 /// expert on a short prompt.
@@ -45,6 +45,7 @@ fn options() -> CudaOptions {
     CudaOptions {
         layout: ParallelLayout::tp(1),
         routing: Precision::Bf16,
+        kv_dtype: KvDtype::Bf16,
         page_tokens: 32,
         full_pages: 1000,
         window_pages: 1000,

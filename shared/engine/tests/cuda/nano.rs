@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use engine::cpu::{CpuOptions, Numerics};
+use engine::cuda::CudaOptions;
 use safetensors::SafeTensors;
 use scheduler::plan::{RowOutputKind, StepPlan, StepRow};
 use types::{KvDtype, ParallelLayout, SlotId, TokenId};
@@ -14,6 +15,16 @@ const SEQUENCES: [&str; 5] = ["short5", "len40", "len130", "len300", "len1000"];
 /// Steps with a smaller margin between the two best logits may go either way in bf16, whose logits are about 1/256
 /// apart each.
 const CLOSE_MARGIN: f64 = 0.5;
+/// The same with a cache in E4M3, whose numbers are 1/16 apart.
+const CLOSE_MARGIN_FP8: f64 = 1.0;
+
+fn close_margin(kv_dtype: KvDtype) -> f64 {
+    if kv_dtype == KvDtype::Fp8 { CLOSE_MARGIN_FP8 } else { CLOSE_MARGIN }
+}
+
+fn cpu_in_bf16(kv_dtype: KvDtype) -> Driver {
+    Driver::new(CpuOptions { numerics: Numerics::BF16, kv_dtype, ..driver::options(ParallelLayout::tp(4)) })
+}
 
 fn read(name: &str) -> Vec<u8> {
     let default = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/nano");
@@ -46,15 +57,15 @@ fn logits_are_as_near_to_the_reference_as_the_cpu_engines_in_bf16() {
     if !gpu_is_here() {
         return;
     }
-    let cpu =
-        CpuOptions { numerics: Numerics::BF16, kv_dtype: KvDtype::Bf16, ..driver::options(ParallelLayout::tp(4)) };
-    let allowed = distances(&mut Driver::new(cpu), 4096);
-    for options in spreads() {
-        let layout = options.layout;
+    let allowed = [KvDtype::Bf16, KvDtype::Fp8].map(|kv_dtype| distances(&mut cpu_in_bf16(kv_dtype), 4096));
+    let fp8 = CudaOptions { kv_dtype: KvDtype::Fp8, ..options() };
+    for options in spreads().into_iter().chain([fp8]) {
+        let layout = format!("{}, cache in {}", options.layout, options.kv_dtype.name());
+        let allowed = &allowed[usize::from(options.kv_dtype == KvDtype::Fp8)];
         let mut gpu = nano(options, None);
         // One chunk, chunks that end within pages and tiles, and decode's kernels for every token.
         for chunk in [4096, 50, 7, 1] {
-            for ((name, ours), cpu) in SEQUENCES.iter().zip(distances(&mut gpu, chunk)).zip(&allowed) {
+            for ((name, ours), cpu) in SEQUENCES.iter().zip(distances(&mut gpu, chunk)).zip(allowed) {
                 println!(
                     "{layout}, {name} in chunks of {chunk}: {ours:.2e} from f32, the cpu engine in bf16 {cpu:.2e}"
                 );
@@ -84,6 +95,7 @@ fn greedy_cases() -> Vec<Continuation> {
 /// Runs all cases as one batch, prompts in chunks, decode running ahead, and compares token by token. A case ends at
 /// its first close step that goes the other way; their number is returned.
 fn follow(driver: &mut Driver, cases: &[Continuation], chunk: usize) -> usize {
+    let close_margin = close_margin(driver.group.kv_layout().dtype);
     for (case, slot) in cases.iter().zip(0..) {
         driver.bind(slot, &case.prompt, greedy());
     }
@@ -111,7 +123,7 @@ fn follow(driver: &mut Driver, cases: &[Continuation], chunk: usize) -> usize {
             if sampled.token != case.tokens[at] {
                 let margin = case.margins[at];
                 println!("close: case {slot}, token {at}: {} for {}, margin {margin}", sampled.token, case.tokens[at]);
-                assert!(margin < CLOSE_MARGIN, "case {slot}, token {at} is not close");
+                assert!(margin < close_margin, "case {slot}, token {at} is not close");
                 ended[slot] = true;
             }
         }
@@ -136,6 +148,24 @@ fn greedy_continuations_agree_but_for_close_steps() {
                 all - close
             );
             assert!(close <= 1, "{layout}: {close} of {all} continuations end at a close step");
+        }
+    }
+}
+
+/// The CPU engine's too, which needs no GPU.
+#[test]
+fn greedy_continuations_agree_with_a_cache_in_fp8_but_for_close_steps() {
+    let cases = greedy_cases();
+    let mut drivers = vec![("cpu", cpu_in_bf16(KvDtype::Fp8))];
+    if gpu_is_here() {
+        drivers.push(("gpu", nano(CudaOptions { kv_dtype: KvDtype::Fp8, ..options() }, None)));
+    }
+    for (engine, mut driver) in drivers {
+        for chunk in [4096, 50] {
+            let close = follow(&mut driver, &cases, chunk);
+            let equal = cases.len() - close;
+            println!("{engine}, chunks of {chunk}: {equal} continuations equal, {close} end at a close step");
+            assert!(close <= 2, "{close} of {} continuations end at a close step", cases.len());
         }
     }
 }
@@ -230,7 +260,7 @@ fn masked_tokens_are_never_sampled_but_their_logits_are_returned() {
         return;
     }
     for options in spreads() {
-        let options = engine::cuda::CudaOptions { masked_tokens: vec![0..1000, 1001..2048], ..options };
+        let options = CudaOptions { masked_tokens: vec![0..1000, 1001..2048], ..options };
         let mut gpu = nano(options, None);
         let sampling = types::Sampling { temperature: 100.0, ..Default::default() };
         gpu.bind(0, &prompt(40), sampling);
@@ -277,7 +307,7 @@ fn layouts_that_do_not_fit_are_refused() {
     ];
     for (layout, devices, reason) in cases {
         let weights = engine::cuda::Weights::Checkpoint(std::sync::Arc::new(model::Checkpoint::embedded_nano()));
-        let options = engine::cuda::CudaOptions { layout, devices, ..options() };
+        let options = CudaOptions { layout, devices, ..options() };
         let built = engine::cuda::build_group(weights, options, None, std::sync::Arc::new(|_| {}));
         let error = built.map(drop).unwrap_err().to_string();
         assert!(error.contains(reason), "{error}");

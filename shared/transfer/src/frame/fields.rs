@@ -36,6 +36,7 @@ pub(super) fn put_layout(out: &mut BytesMut, layout: &KvLayout) {
     out.put_u8(match layout.dtype {
         KvDtype::F32 => 0,
         KvDtype::Bf16 => 1,
+        KvDtype::Fp8 => 2,
     });
 }
 
@@ -200,6 +201,7 @@ impl Fields<'_> {
         let dtype = match self.u8("dtype")? {
             0 => KvDtype::F32,
             1 => KvDtype::Bf16,
+            2 => KvDtype::Fp8,
             _ => return Err(FrameError::Field("dtype")),
         };
         Ok(KvLayout { full_layers, window_layers, kv_heads, head_dim, page_tokens, window, dtype, tp })

@@ -68,10 +68,10 @@ impl TryFrom<pb::KvLayout> for KvLayout {
         if !kv_heads.is_multiple_of(tp) {
             return Err(InvalidMessage::new("tp", format!("is {tp}, which does not divide {kv_heads} kv heads")));
         }
-        let dtype = [KvDtype::F32, KvDtype::Bf16]
+        let dtype = [KvDtype::F32, KvDtype::Bf16, KvDtype::Fp8]
             .into_iter()
             .find(|known| known.name() == dtype)
-            .ok_or_else(|| InvalidMessage::new("dtype", format!("is `{dtype}`, known are f32 and bf16")))?;
+            .ok_or_else(|| InvalidMessage::new("dtype", format!("is `{dtype}`, known are f32, bf16 and fp8")))?;
         Ok(Self { full_layers, window_layers, kv_heads, head_dim, page_tokens, window, dtype, tp })
     }
 }

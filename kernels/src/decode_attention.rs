@@ -127,7 +127,12 @@ impl DecodeAttention<'_> {
             None => self.table.check(check, batch)?,
         }
         let keys = self.window.map_or(self.max_context, |window| self.max_context.min(window));
-        let splits = splits(keys, batch * kv_heads, resident(self.cache.format) * kernels.multiprocessors as usize);
+        let splits = splits(
+            keys,
+            batch * kv_heads,
+            resident(self.cache.format) * kernels.multiprocessors as usize,
+            self.cache.format,
+        );
         check.room("partials", batch * kv_heads * splits * GROUP * PART, self.workspace.partials.len())?;
         check.room("counters", batch * kv_heads, self.workspace.counters.len())?;
         let args = Args {
@@ -166,22 +171,24 @@ impl DecodeAttention<'_> {
 }
 
 /// Parts into which a context of `keys` keys is split: as many as keep all blocks resident at once, of which `blocks` can be, but no
-/// part shorter than the 4 tiles that its 4 warps take at a time.
-fn splits(keys: usize, pairs: usize, blocks: usize) -> usize {
+/// part shorter than the tiles of 16 KB that its 4 warps take at a time: in E4M3 two for each.
+fn splits(keys: usize, pairs: usize, blocks: usize, format: KvFormat) -> usize {
     let resident = (blocks / pairs).max(1);
-    let longest = keys.div_ceil(4 * TILE_TOKENS).max(1);
+    let longest = keys.div_ceil(8 / format.bytes() * TILE_TOKENS).max(1);
     resident.min(longest).min(MAX_SPLITS)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::splits;
+    use super::*;
 
     #[test]
     fn few_sequences_are_split_and_many_are_not() {
-        assert_eq!(splits(8192, 8, 264), 33);
-        assert_eq!(splits(8192, 128 * 8, 264), 1);
-        assert_eq!(splits(128, 8, 264), 1);
-        assert_eq!(splits(131_072, 1, 264), 64);
+        let bf16 = |keys, pairs| splits(keys, pairs, 264, KvFormat::Bf16);
+        assert_eq!(bf16(8192, 8), 33);
+        assert_eq!(bf16(8192, 128 * 8), 1);
+        assert_eq!(bf16(128, 8), 1);
+        assert_eq!(bf16(131_072, 1), 64);
+        assert_eq!(splits(8192, 8, 528, KvFormat::E4M3), 32);
     }
 }

@@ -127,7 +127,10 @@ mod tests {
         let options = options(ParallelLayout::tp(1), 128, 128);
         let bf16 = MemoryNeeds::of(&config, &options).unwrap();
         let fp8 = MemoryNeeds::of(&config, &CudaOptions { kv_dtype: KvDtype::Fp8, ..options }).unwrap();
-        assert_eq!((2 * fp8.full_page_bytes, 2 * fp8.window_page_bytes), (bf16.full_page_bytes, bf16.window_page_bytes));
+        assert_eq!(
+            (2 * fp8.full_page_bytes, 2 * fp8.window_page_bytes),
+            (bf16.full_page_bytes, bf16.window_page_bytes)
+        );
         // Keys and values of 8 heads at 131,072 positions, in bf16.
         assert_eq!(fp8.fixed_bytes - bf16.fixed_bytes, 131_072 * 2 * 8 * 64 * 2);
     }

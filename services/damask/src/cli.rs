@@ -11,6 +11,7 @@ use tokio::runtime::Runtime;
 use crate::bench::BenchArgs;
 use crate::chat::ChatArgs;
 use crate::config::ConfigCommand;
+use crate::convert::ConvertArgs;
 use crate::doctor::DoctorArgs;
 use crate::health::HealthArgs;
 use crate::node::NodeArgs;
@@ -65,6 +66,8 @@ pub(crate) enum Command {
     /// Check or print a service's configuration.
     #[command(subcommand)]
     Config(ConfigCommand),
+    /// Write an FP8 checkpoint from a released one.
+    Convert(ConvertArgs),
     /// Ask a service's admin port how it is; exit code 0 if well.
     Health(HealthArgs),
     /// Look at driver, GPUs, links, NCCL and container settings, and say what to change.
@@ -127,6 +130,7 @@ impl Cli {
             Command::Config(command) => command.run(),
             Command::Doctor(args) => crate::doctor::doctor(&args),
             Command::Health(args) => runtime.block_on(crate::health::health(&args)),
+            Command::Convert(args) => crate::convert::convert(&args),
         }
     }
 }

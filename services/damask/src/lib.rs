@@ -15,6 +15,7 @@ mod bench;
 mod chat;
 mod cli;
 mod config;
+mod convert;
 mod doctor;
 mod fleet;
 mod health;

@@ -228,6 +228,9 @@ fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError>
         let devices = options.devices.len();
         return fail(format!("layout {layout} has {} ranks, devices are named for {devices}", layout.ranks()));
     }
+    if !config.stored.is_released() {
+        return fail(format!("the checkpoint has {}; the cuda engine takes released ones", config.stored));
+    }
     if config.head_dim != HEAD_DIM {
         return fail(format!("head_dim is {}, the kernels are built for {HEAD_DIM}", config.head_dim));
     }

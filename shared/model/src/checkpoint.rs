@@ -131,7 +131,7 @@ impl Checkpoint {
     #[must_use]
     pub fn tensor(&self, param: Param) -> Tensor<'_> {
         let place = self.tensors.get(&param).unwrap_or_else(|| panic!("the model has no {param}"));
-        Tensor { file: &self.files[place.file_idx], place, dtype: param.dtype() }
+        Tensor { file: &self.files[place.file_idx], place, dtype: param.dtype(&self.config) }
     }
 }
 
@@ -212,7 +212,7 @@ fn place_all(config: &ModelConfig, files: &[WeightFile]) -> Result<HashMap<Param
             missing.get_or_insert((param, expected));
             continue;
         };
-        check_tensor(&files[file_idx].path, &expected.name, stored, &expected.shape, param.dtype())?;
+        check_tensor(&files[file_idx].path, &expected.name, stored, &expected.shape, param.dtype(config))?;
         let row_bytes = stored.range.len() / expected.shape[0];
         let start = stored.range.start + expected.rows.start * row_bytes;
         let range = start..start + expected.rows.len() * row_bytes;
@@ -223,7 +223,7 @@ fn place_all(config: &ModelConfig, files: &[WeightFile]) -> Result<HashMap<Param
         (Some((param, expected)), _) => Err(CheckpointError::MissingTensor {
             files: paths(files),
             tensor: expected.name,
-            dtype: param.dtype(),
+            dtype: param.dtype(config),
             shape: expected.shape,
             unknown: first_unknown.map(|(name, _)| (*name).to_owned()),
         }),
@@ -262,6 +262,7 @@ fn check_tensor(
     let expected_dtype = match dtype {
         Dtype::Bf16 => safetensors::Dtype::BF16,
         Dtype::U8 => safetensors::Dtype::U8,
+        Dtype::F8E4M3 => safetensors::Dtype::F8_E4M3,
     };
     if stored.dtype != expected_dtype {
         return Err(CheckpointError::WrongDtype {

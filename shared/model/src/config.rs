@@ -6,6 +6,8 @@ use std::path::Path;
 
 use types::{KvDtype, KvLayout, PageGroup, TokenId};
 
+use crate::scheme::WeightScheme;
+
 /// Slope of the sigmoid in the clamped SwiGLU. No config file states it; it is a constant of the published model
 /// (`swiglu` in openai/gpt-oss `gpt_oss/torch/model.py`).
 pub const SWIGLU_ALPHA: f32 = 1.702;
@@ -69,6 +71,9 @@ pub struct ModelConfig {
     pub swiglu_limit: f32,
     /// Rotary embedding.
     pub rope: RopeConfig,
+    /// How the checkpoint stores the matrices.
+    #[serde(skip_serializing_if = "WeightScheme::is_released")]
+    pub stored: WeightScheme,
 }
 
 impl ModelConfig {
@@ -79,6 +84,12 @@ impl ModelConfig {
     /// The file and field of the first value that is missing, of the wrong type, or not supported.
     pub fn from_json(text: &str, file: &Path) -> Result<Self, ConfigError> {
         json::parse(text, file)
+    }
+
+    /// config.json in the Hugging Face dialect, from which [`ModelConfig::from_json`] reads the same again.
+    #[must_use]
+    pub fn to_json(&self) -> serde_json::Value {
+        json::write(self)
     }
 
     /// The sizes of gpt-oss-20b.
@@ -116,6 +127,7 @@ impl ModelConfig {
                 beta_fast: 32.0,
                 beta_slow: 1.0,
             },
+            stored: WeightScheme::default(),
         }
     }
 

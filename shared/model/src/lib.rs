@@ -10,7 +10,9 @@ pub mod buffer;
 pub mod checkpoint;
 pub mod config;
 pub mod e4m3;
+pub mod convert;
 pub mod fingerprint;
+pub mod fp8;
 pub mod identity;
 mod mapping;
 pub mod mxfp4;
@@ -20,6 +22,7 @@ pub mod random_model;
 pub mod rank_weights;
 pub mod reference;
 pub mod rope;
+pub mod scheme;
 pub mod sharding;
 mod weight_file;
 
@@ -27,9 +30,15 @@ pub use buffer::Buffer;
 pub use checkpoint::{Checkpoint, CheckpointError, Tensor};
 pub use config::{ConfigError, LayerKind, ModelConfig, RopeConfig, SWIGLU_ALPHA};
 pub use e4m3::E4M3;
+pub use convert::{Convert, ConvertError, ConvertReport};
 pub use fingerprint::sha256_hex;
+pub use fp8::Fp8Matrix;
 pub use identity::ModelIdentity;
 pub use param::{Dtype, LayerParam, Param};
 pub use random_model::{RandomModel, ReleasedShape, UnknownModel};
-pub use rank_weights::{ExpertWeights, LayerWeights, Linear, Matrix, MxMatrix, RankWeights, load_rank, rank_bytes};
+pub use rank_weights::{
+    ExpertMatrix, ExpertWeights, LayerWeights, Linear, Matrix, MxMatrix, RankWeights, load_rank, load_rank_as,
+    rank_bytes,
+};
+pub use scheme::{DenseFormat, ExpertFormat, WeightScheme};
 pub use sharding::{REDUCTION_SLICES, ShardError, ShardPlan, split};

@@ -4,15 +4,19 @@ use std::fmt;
 use std::ops::Range;
 
 use crate::config::ModelConfig;
+use crate::fp8::BLOCK;
 use crate::mxfp4::{BLOCK_BYTES, BLOCK_VALUES};
+use crate::scheme::{DenseFormat, ExpertFormat, WeightScheme};
 
 /// Element type of a stored tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Dtype {
     /// 2 bytes.
     Bf16,
-    /// 1 byte: MXFP4 nibble pairs and scales.
+    /// 1 byte: MXFP4 nibble pairs, and scales.
     U8,
+    /// 1 byte: FP8 values.
+    F8E4M3,
 }
 
 impl Dtype {
@@ -21,7 +25,7 @@ impl Dtype {
     pub const fn bytes(self) -> usize {
         match self {
             Self::Bf16 => 2,
-            Self::U8 => 1,
+            Self::U8 | Self::F8E4M3 => 1,
         }
     }
 }
@@ -31,6 +35,7 @@ impl fmt::Display for Dtype {
         f.write_str(match self {
             Self::Bf16 => "BF16",
             Self::U8 => "U8",
+            Self::F8E4M3 => "F8_E4M3",
         })
     }
 }
@@ -47,9 +52,12 @@ pub enum Param {
     FinalNorm,
     /// `[vocab, hidden]`
     Head,
+    /// Scales of an FP8 head, `[vocab / 128, hidden / 128]`, rounded up.
+    HeadScales,
 }
 
-/// One tensor of a layer. E is the number of experts, I the intermediate size; MX blocks run along the last axis.
+/// One tensor of a layer. E is the number of experts, I the intermediate size; MX blocks run along the last axis. FP8
+/// scales have a place for each 128 x 128 of the matrix, rounded up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LayerParam {
     /// `[hidden]`
@@ -90,11 +98,27 @@ pub enum LayerParam {
     DownScales,
     /// `[E, hidden]`
     DownBias,
+    /// Scales of FP8 queries' weights.
+    QScales,
+    /// Scales of FP8 keys' weights.
+    KScales,
+    /// Scales of FP8 values' weights.
+    VScales,
+    /// Scales of FP8 output weights.
+    OScales,
+    /// FP8 experts, `[E, 2 I, hidden]`, rows as in `GateUpBlocks`.
+    GateUpFp8,
+    /// `[E, 2 I / 128, hidden / 128]`
+    GateUpFp8Scales,
+    /// FP8 experts, `[E, hidden, I]`
+    DownFp8,
+    /// `[E, hidden / 128, I / 128]`
+    DownFp8Scales,
 }
 
 impl LayerParam {
-    /// Every tensor of a layer.
-    pub const ALL: [Self; 19] = [
+    /// Every tensor that a layer can have.
+    const ALL: [Self; 27] = [
         Self::AttnNorm,
         Self::QWeight,
         Self::QBias,
@@ -114,7 +138,27 @@ impl LayerParam {
         Self::DownBlocks,
         Self::DownScales,
         Self::DownBias,
+        Self::QScales,
+        Self::KScales,
+        Self::VScales,
+        Self::OScales,
+        Self::GateUpFp8,
+        Self::GateUpFp8Scales,
+        Self::DownFp8,
+        Self::DownFp8Scales,
     ];
+
+    /// Whether checkpoints of a scheme have the tensor.
+    const fn is_in(self, scheme: WeightScheme) -> bool {
+        let (fp8_experts, fp8_dense) =
+            (matches!(scheme.experts, ExpertFormat::Fp8), matches!(scheme.dense, DenseFormat::Fp8));
+        match self {
+            Self::GateUpBlocks | Self::GateUpScales | Self::DownBlocks | Self::DownScales => !fp8_experts,
+            Self::GateUpFp8 | Self::GateUpFp8Scales | Self::DownFp8 | Self::DownFp8Scales => fp8_experts,
+            Self::QScales | Self::KScales | Self::VScales | Self::OScales => fp8_dense,
+            _ => true,
+        }
+    }
 
     const fn hugging_face_suffix(self) -> &'static str {
         match self {
@@ -137,6 +181,14 @@ impl LayerParam {
             Self::DownBlocks => "mlp.experts.down_proj_blocks",
             Self::DownScales => "mlp.experts.down_proj_scales",
             Self::DownBias => "mlp.experts.down_proj_bias",
+            Self::QScales => "self_attn.q_proj.weight_scale",
+            Self::KScales => "self_attn.k_proj.weight_scale",
+            Self::VScales => "self_attn.v_proj.weight_scale",
+            Self::OScales => "self_attn.o_proj.weight_scale",
+            Self::GateUpFp8 => "mlp.experts.gate_up_proj.weight",
+            Self::GateUpFp8Scales => "mlp.experts.gate_up_proj.weight_scale",
+            Self::DownFp8 => "mlp.experts.down_proj.weight",
+            Self::DownFp8Scales => "mlp.experts.down_proj.weight_scale",
         }
     }
 
@@ -157,34 +209,82 @@ impl LayerParam {
             Self::DownBlocks => "mlp.mlp2_weight.blocks",
             Self::DownScales => "mlp.mlp2_weight.scales",
             Self::DownBias => "mlp.mlp2_bias",
+            // The `original/` layout has no FP8 form: these are never there.
+            Self::QScales | Self::KScales | Self::VScales => "attn.qkv.weight_scale",
+            Self::OScales => "attn.out.weight_scale",
+            Self::GateUpFp8 => "mlp.mlp1_weight.weight",
+            Self::GateUpFp8Scales => "mlp.mlp1_weight.weight_scale",
+            Self::DownFp8 => "mlp.mlp2_weight.weight",
+            Self::DownFp8Scales => "mlp.mlp2_weight.weight_scale",
         }
     }
 }
 
 impl Param {
-    /// Every tensor of a model, in the order of a forward pass.
-    pub fn all(config: &ModelConfig) -> impl Iterator<Item = Self> {
-        let layers = (0..config.num_layers).flat_map(|layer| LayerParam::ALL.map(|param| Self::Layer(layer, param)));
-        std::iter::once(Self::Embedding).chain(layers).chain([Self::FinalNorm, Self::Head])
+    /// Every tensor of a model as it is stored, in the order of a forward pass.
+    pub fn all(config: &ModelConfig) -> impl Iterator<Item = Self> + use<> {
+        let stored = config.stored;
+        let of_layer = LayerParam::ALL.into_iter().filter(move |param| param.is_in(stored));
+        let layers =
+            (0..config.num_layers).flat_map(move |layer| of_layer.clone().map(move |param| Self::Layer(layer, param)));
+        let head_scales = (stored.dense == DenseFormat::Fp8).then_some(Self::HeadScales);
+        std::iter::once(Self::Embedding).chain(layers).chain([Self::FinalNorm, Self::Head]).chain(head_scales)
     }
 
-    /// Element type.
+    /// Element type in the checkpoint.
     #[must_use]
-    pub const fn dtype(self) -> Dtype {
+    pub fn dtype(self, config: &ModelConfig) -> Dtype {
+        use LayerParam::{
+            DownBlocks, DownFp8, DownFp8Scales, DownScales, GateUpBlocks, GateUpFp8, GateUpFp8Scales, GateUpScales,
+            KScales, KWeight, OScales, OWeight, QScales, QWeight, VScales, VWeight,
+        };
+        let dense = if config.stored.dense == DenseFormat::Fp8 { Dtype::F8E4M3 } else { Dtype::Bf16 };
         match self {
-            Self::Layer(
-                _,
-                LayerParam::GateUpBlocks | LayerParam::GateUpScales | LayerParam::DownBlocks | LayerParam::DownScales,
-            ) => Dtype::U8,
-            _ => Dtype::Bf16,
+            Self::HeadScales => Dtype::U8,
+            Self::Head => dense,
+            Self::Layer(_, param) => match param {
+                GateUpBlocks | GateUpScales | DownBlocks | DownScales => Dtype::U8,
+                QScales | KScales | VScales | OScales | GateUpFp8Scales | DownFp8Scales => Dtype::U8,
+                GateUpFp8 | DownFp8 => Dtype::F8E4M3,
+                QWeight | KWeight | VWeight | OWeight => dense,
+                _ => Dtype::Bf16,
+            },
+            Self::Embedding | Self::FinalNorm => Dtype::Bf16,
         }
+    }
+
+    /// The scales of an FP8 matrix.
+    ///
+    /// # Panics
+    /// If no FP8 form of the tensor exists.
+    #[must_use]
+    pub fn fp8_scales(self) -> Self {
+        let Self::Layer(layer, param) = self else {
+            assert_eq!(self, Self::Head, "{self} has no fp8 form");
+            return Self::HeadScales;
+        };
+        Self::Layer(
+            layer,
+            match param {
+                LayerParam::QWeight => LayerParam::QScales,
+                LayerParam::KWeight => LayerParam::KScales,
+                LayerParam::VWeight => LayerParam::VScales,
+                LayerParam::OWeight => LayerParam::OScales,
+                LayerParam::GateUpFp8 => LayerParam::GateUpFp8Scales,
+                LayerParam::DownFp8 => LayerParam::DownFp8Scales,
+                _ => panic!("{self} has no fp8 form"),
+            },
+        )
     }
 
     /// Shape of the whole, unsharded tensor.
     #[must_use]
     pub fn shape(self, config: &ModelConfig) -> Vec<usize> {
         let (hidden, units, experts) = (config.hidden_size, config.intermediate_size, config.num_experts);
+        let blocks = |rows: usize, cols: usize| vec![rows.div_ceil(BLOCK), cols.div_ceil(BLOCK)];
+        let expert_blocks = |rows: usize, cols: usize| [vec![experts], blocks(rows, cols)].concat();
         match self {
+            Self::HeadScales => blocks(config.vocab_size, hidden),
             Self::Embedding | Self::Head => vec![config.vocab_size, hidden],
             Self::FinalNorm => vec![hidden],
             Self::Layer(_, param) => match param {
@@ -203,6 +303,13 @@ impl Param {
                 LayerParam::DownBlocks => vec![experts, hidden, units / BLOCK_VALUES, BLOCK_BYTES],
                 LayerParam::DownScales => vec![experts, hidden, units / BLOCK_VALUES],
                 LayerParam::DownBias => vec![experts, hidden],
+                LayerParam::QScales => blocks(config.q_width(), hidden),
+                LayerParam::KScales | LayerParam::VScales => blocks(config.kv_width(), hidden),
+                LayerParam::OScales => blocks(hidden, config.q_width()),
+                LayerParam::GateUpFp8 => vec![experts, 2 * units, hidden],
+                LayerParam::GateUpFp8Scales => expert_blocks(2 * units, hidden),
+                LayerParam::DownFp8 => vec![experts, hidden, units],
+                LayerParam::DownFp8Scales => expert_blocks(hidden, units),
             },
         }
     }
@@ -214,6 +321,7 @@ impl fmt::Display for Param {
             Self::Embedding => f.write_str("model.embed_tokens.weight"),
             Self::FinalNorm => f.write_str("model.norm.weight"),
             Self::Head => f.write_str("lm_head.weight"),
+            Self::HeadScales => f.write_str("lm_head.weight_scale"),
             Self::Layer(layer, param) => write!(f, "model.layers.{layer}.{}", param.hugging_face_suffix()),
         }
     }
@@ -262,6 +370,7 @@ impl NameLayout {
             Param::Embedding => "embedding.weight".to_owned(),
             Param::FinalNorm => "norm.scale".to_owned(),
             Param::Head => "unembedding.weight".to_owned(),
+            Param::HeadScales => "unembedding.weight_scale".to_owned(),
             Param::Layer(layer, layer_param) => {
                 // Q, K and V are rows of one fused matrix, in this order.
                 let (q, kv) = (config.q_width(), config.kv_width());

@@ -11,9 +11,15 @@ use half::bf16;
 use crate::buffer::Buffer;
 use crate::checkpoint::{Checkpoint, CheckpointError, Tensor};
 use crate::config::ModelConfig;
+use crate::fp8::{self, Fp8Matrix};
 use crate::mxfp4::{self, BLOCK_BYTES, BLOCK_VALUES, SCALE_NAN};
 use crate::param::{LayerParam, Param};
+use crate::scheme::{DenseFormat, ExpertFormat, WeightScheme};
 use crate::sharding::ShardPlan;
+
+/// Blocks, scales and FP8 values of the two matrices of an expert.
+const GATE_UP: [LayerParam; 3] = [LayerParam::GateUpBlocks, LayerParam::GateUpScales, LayerParam::GateUpFp8];
+const DOWN: [LayerParam; 3] = [LayerParam::DownBlocks, LayerParam::DownScales, LayerParam::DownFp8];
 
 /// A bf16 matrix, row-major `[rows, cols]` = `[out, in]`.
 #[derive(Debug, Clone)]
@@ -87,15 +93,71 @@ impl MxMatrix {
     }
 }
 
+/// A matrix of an expert in either form that experts are loaded in.
+#[derive(Debug, Clone)]
+pub enum ExpertMatrix {
+    /// As released.
+    Mxfp4(MxMatrix),
+    /// E4M3 with block scales.
+    Fp8(Fp8Matrix),
+}
+
+impl ExpertMatrix {
+    /// Output features.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        match self {
+            Self::Mxfp4(matrix) => matrix.rows,
+            Self::Fp8(matrix) => matrix.rows,
+        }
+    }
+
+    /// Input features.
+    #[must_use]
+    pub const fn cols(&self) -> usize {
+        match self {
+            Self::Mxfp4(matrix) => matrix.cols,
+            Self::Fp8(matrix) => matrix.cols,
+        }
+    }
+
+    /// The matrix as row-major bf16, exactly.
+    #[must_use]
+    pub fn dequantize(&self) -> Vec<bf16> {
+        match self {
+            Self::Mxfp4(matrix) => matrix.dequantize(),
+            Self::Fp8(matrix) => matrix.dequantize(),
+        }
+    }
+
+    /// Writes one row as f32, exactly.
+    ///
+    /// # Panics
+    /// If there is no such row, or `out` is not `cols` long.
+    pub fn row_f32(&self, row: usize, out: &mut [f32]) {
+        match self {
+            Self::Mxfp4(matrix) => matrix.row_f32(row, out),
+            Self::Fp8(matrix) => matrix.row_f32(row, out),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Mxfp4(matrix) => matrix.blocks.len() + matrix.scales.len(),
+            Self::Fp8(matrix) => matrix.values.len() + matrix.scales.len(),
+        }
+    }
+}
+
 /// The rank's part of one expert. With `u` units on this rank:
 #[derive(Debug, Clone)]
 pub struct ExpertWeights {
     /// `[2 u, hidden]`; row `2 i` is the gate and row `2 i + 1` the up row of the rank's unit `i`.
-    pub gate_up: MxMatrix,
+    pub gate_up: ExpertMatrix,
     /// `[2 u]`, in the same order.
     pub gate_up_bias: Buffer<bf16>,
     /// `[hidden, u]`
-    pub down: MxMatrix,
+    pub down: ExpertMatrix,
     /// `[hidden]`, whole on every rank: to be added once, after the sum over units and before the expert's weight is
     /// applied.
     pub down_bias: Buffer<bf16>,
@@ -140,7 +202,8 @@ pub struct RankWeights {
     pub head: Matrix,
 }
 
-/// Loads the rank's part of a checkpoint. `progress(bytes_done, bytes_total)` is called after each tensor; borrowed
+/// Loads the rank's part of a checkpoint as it is stored; FP8 matrices of attention and the head are widened to bf16,
+/// which is exact. `progress(bytes_done, bytes_total)` is called after each tensor; borrowed
 /// pages are read once on the way, so that it tells the truth and the first forward pass does not wait for the disk.
 ///
 /// # Errors
@@ -154,14 +217,31 @@ pub fn load_rank(
     plan: &ShardPlan,
     progress: &dyn Fn(u64, u64),
 ) -> Result<RankWeights, CheckpointError> {
+    load_rank_as(checkpoint, plan, checkpoint.config().stored, progress)
+}
+
+/// The same, with matrices that `scheme` wants in FP8 and the checkpoint does not have so rounded to it on the way.
+///
+/// # Errors
+/// As [`load_rank`].
+///
+/// # Panics
+/// As [`load_rank`].
+pub fn load_rank_as(
+    checkpoint: &Checkpoint,
+    plan: &ShardPlan,
+    scheme: WeightScheme,
+    progress: &dyn Fn(u64, u64),
+) -> Result<RankWeights, CheckpointError> {
     let config = checkpoint.config();
-    let mut reader = Reader { checkpoint, plan, progress, bytes_done: 0, bytes_total: rank_bytes(config, plan) };
+    let bytes_total = rank_bytes(config, plan);
+    let mut reader = Reader { checkpoint, plan, scheme, progress, bytes_done: 0, bytes_total };
     let weights = RankWeights {
         plan: plan.clone(),
         embedding: reader.rows(Param::Embedding, 0..config.vocab_size),
         layers: (0..config.num_layers).map(|layer| reader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: reader.vector(Param::FinalNorm, 0..config.hidden_size),
-        head: reader.rows(Param::Head, plan.vocab_rows.clone()),
+        head: reader.dense_rows(Param::Head, plan.vocab_rows.clone()),
     };
     debug_assert_eq!(reader.bytes_done, reader.bytes_total, "rank_bytes counts what load_rank reads");
     Ok(weights)
@@ -170,23 +250,36 @@ pub fn load_rank(
 /// Bytes of weights that a rank holds: what [`load_rank`] reads.
 #[must_use]
 pub fn rank_bytes(config: &ModelConfig, plan: &ShardPlan) -> u64 {
-    let (hidden, units) = (config.hidden_size, plan.units.len());
-    let (q, kv) = (plan.heads.len() * config.head_dim, plan.kv_heads.len() * config.head_dim);
-    let linear = |rows: usize, cols: usize, bias: usize| 2 * (rows * cols + bias);
-    let mx = |rows: usize, cols: usize| rows * cols / BLOCK_VALUES * (BLOCK_BYTES + 1);
-    let norms = 2 * 2 * hidden;
-    let attention =
-        linear(q, hidden, q) + 2 * linear(kv, hidden, kv) + linear(hidden, q, hidden) + 2 * plan.heads.len();
-    let router = linear(config.num_experts, hidden, config.num_experts);
-    let expert = mx(2 * units, hidden) + 2 * 2 * units + mx(hidden, units) + 2 * hidden;
-    let layer = norms + attention + router + plan.experts.len() * expert;
-    let ends = linear(config.vocab_size + plan.vocab_rows.len(), hidden, 0) + 2 * hidden;
+    let (hidden, units) = (0..config.hidden_size, &plan.units);
+    let channels = |heads: &Range<usize>| heads.start * config.head_dim..heads.end * config.head_dim;
+    let (q, kv) = (channels(&plan.heads), channels(&plan.kv_heads));
+    let fp8 = |rows: &Range<usize>, cols: &Range<usize>| {
+        rows.len() * cols.len() + Fp8Matrix::blocks(rows).len() * Fp8Matrix::blocks(cols).len()
+    };
+    let dense = |rows: &Range<usize>, cols: &Range<usize>| match config.stored.dense {
+        DenseFormat::Bf16 => 2 * rows.len() * cols.len(),
+        DenseFormat::Fp8 => fp8(rows, cols),
+    };
+    let of_expert = |rows: &Range<usize>, cols: &Range<usize>| match config.stored.experts {
+        ExpertFormat::Fp8 => fp8(rows, cols),
+        _ => rows.len() * cols.len() / BLOCK_VALUES * (BLOCK_BYTES + 1),
+    };
+    let gate_up = 2 * units.start..2 * units.end;
+    let norms = 2 * 2 * hidden.len();
+    let attention = dense(&q, &hidden) + 2 * dense(&kv, &hidden) + dense(&hidden, &q) + 2 * plan.heads.len();
+    let attention_bias = 2 * (q.len() + 2 * kv.len() + hidden.len());
+    let router = 2 * config.num_experts * (hidden.len() + 1);
+    let expert_bias = 2 * (gate_up.len() + hidden.len());
+    let expert = of_expert(&gate_up, &hidden) + of_expert(&hidden, units) + expert_bias;
+    let layer = norms + attention + attention_bias + router + plan.experts.len() * expert;
+    let ends = 2 * config.vocab_size * hidden.len() + dense(&plan.vocab_rows, &hidden) + 2 * hidden.len();
     (config.num_layers * layer + ends) as u64
 }
 
 struct Reader<'a> {
     checkpoint: &'a Checkpoint,
     plan: &'a ShardPlan,
+    scheme: WeightScheme,
     progress: &'a dyn Fn(u64, u64),
     bytes_done: u64,
     bytes_total: u64,
@@ -202,12 +295,12 @@ impl Reader<'_> {
         let all_experts = 0..config.num_experts;
         Ok(LayerWeights {
             attn_norm: self.vector(at(LayerParam::AttnNorm), 0..config.hidden_size),
-            q: self.linear_rows(at(LayerParam::QWeight), at(LayerParam::QBias), q_rows.clone()),
-            k: self.linear_rows(at(LayerParam::KWeight), at(LayerParam::KBias), kv_rows.clone()),
-            v: self.linear_rows(at(LayerParam::VWeight), at(LayerParam::VBias), kv_rows),
+            q: self.dense_linear(at(LayerParam::QWeight), at(LayerParam::QBias), q_rows.clone()),
+            k: self.dense_linear(at(LayerParam::KWeight), at(LayerParam::KBias), kv_rows.clone()),
+            v: self.dense_linear(at(LayerParam::VWeight), at(LayerParam::VBias), kv_rows),
             sinks: self.vector(at(LayerParam::Sinks), self.plan.heads.clone()),
             o: Linear {
-                weight: self.columns(at(LayerParam::OWeight), q_rows),
+                weight: self.dense_columns(at(LayerParam::OWeight), q_rows),
                 bias: self.vector(at(LayerParam::OBias), 0..config.hidden_size),
             },
             mlp_norm: self.vector(at(LayerParam::MlpNorm), 0..config.hidden_size),
@@ -223,15 +316,9 @@ impl Reader<'_> {
         let at = |param| Param::Layer(layer, param);
         let bias = |rows: usize, range: Range<usize>| expert * rows + range.start..expert * rows + range.end;
         Ok(ExpertWeights {
-            gate_up: self.mx(
-                at(LayerParam::GateUpBlocks),
-                at(LayerParam::GateUpScales),
-                expert,
-                gate_up_rows.clone(),
-                0..hidden,
-            )?,
+            gate_up: self.expert_matrix(layer, GATE_UP, expert, gate_up_rows.clone(), 0..hidden)?,
             gate_up_bias: self.vector(at(LayerParam::GateUpBias), bias(2 * config.intermediate_size, gate_up_rows)),
-            down: self.mx(at(LayerParam::DownBlocks), at(LayerParam::DownScales), expert, 0..hidden, units)?,
+            down: self.expert_matrix(layer, DOWN, expert, 0..hidden, units)?,
             down_bias: self.vector(at(LayerParam::DownBias), bias(hidden, 0..hidden)),
         })
     }
@@ -253,17 +340,102 @@ impl Reader<'_> {
         Linear { weight: self.rows(weight, rows.clone()), bias: self.vector(bias, rows) }
     }
 
-    fn columns(&mut self, param: Param, cols: Range<usize>) -> Matrix {
+    fn dense_linear(&mut self, weight: Param, bias: Param, rows: Range<usize>) -> Linear {
+        Linear { weight: self.dense_rows(weight, rows.clone()), bias: self.vector(bias, rows) }
+    }
+
+    /// Rows of a matrix that may be stored, or wanted, in FP8.
+    fn dense_rows(&mut self, param: Param, rows: Range<usize>) -> Matrix {
+        let cols = 0..self.checkpoint.tensor(param).shape()[1];
+        match self.dense_fp8(param, &rows, &cols) {
+            Some(matrix) => matrix,
+            None => self.rows(param, rows),
+        }
+    }
+
+    /// Columns of such a matrix.
+    fn dense_columns(&mut self, param: Param, cols: Range<usize>) -> Matrix {
         let tensor = self.checkpoint.tensor(param);
         let rows = tensor.shape()[0];
+        if let Some(matrix) = self.dense_fp8(param, &(0..rows), &cols) {
+            return matrix;
+        }
         let values = cut_columns(&tensor, 0..rows, tensor.shape()[1], cols.clone());
         self.advance(size_of_val(&*values));
         Matrix { rows, cols: cols.len(), values }
     }
 
+    /// The values of a matrix that is stored, or wanted, in FP8.
+    fn dense_fp8(&mut self, param: Param, rows: &Range<usize>, cols: &Range<usize>) -> Option<Matrix> {
+        let fp8 = if self.checkpoint.config().stored.dense == DenseFormat::Fp8 {
+            let fp8 = self.stored_fp8(param, 0, rows, cols);
+            self.advance(fp8.values.len() + fp8.scales.len());
+            fp8
+        } else if self.scheme.dense == DenseFormat::Fp8 {
+            let tensor = self.checkpoint.tensor(param);
+            let width = tensor.shape()[1];
+            let read = |row: usize, out: &mut [f32]| {
+                let values: Buffer<bf16> = tensor.buffer(row * width..(row + 1) * width);
+                out.iter_mut().zip(&*values).for_each(|(out, value)| *out = value.to_f32());
+            };
+            let fp8 = fp8::quantize_part([tensor.shape()[0], width], rows, cols, read);
+            self.advance(2 * fp8.values.len());
+            fp8
+        } else {
+            return None;
+        };
+        Some(Matrix { rows: fp8.rows, cols: fp8.cols, values: fp8.dequantize().into() })
+    }
+
+    /// Part of matrix `matrix` of an FP8 tensor, with the scales that it touches.
+    fn stored_fp8(&self, param: Param, matrix: usize, rows: &Range<usize>, cols: &Range<usize>) -> Fp8Matrix {
+        let (values, scales) = (self.checkpoint.tensor(param), self.checkpoint.tensor(param.fp8_scales()));
+        let [row_blocks, col_blocks] = [rows, cols].map(Fp8Matrix::blocks);
+        let cut = |tensor: &Tensor<'_>, rows: &Range<usize>, cols: &Range<usize>| {
+            let [.., height, width] = tensor.shape() else { unreachable!("fp8 tensors are matrices") };
+            cut_columns(tensor, matrix * height + rows.start..matrix * height + rows.end, *width, cols.clone())
+        };
+        Fp8Matrix {
+            rows: rows.len(),
+            cols: cols.len(),
+            values: cut(&values, rows, cols),
+            scales: cut(&scales, &row_blocks, &col_blocks),
+            grid: [row_blocks.len(), col_blocks.len()],
+            offset: [rows.start % fp8::BLOCK, cols.start % fp8::BLOCK],
+        }
+    }
+
     /// Rows and columns of one expert's matrix; `cols` begins and ends at multiples of 32.
-    fn mx(
+    fn expert_matrix(
         &mut self,
+        layer: usize,
+        [blocks, scales, fp8]: [LayerParam; 3],
+        expert: usize,
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<ExpertMatrix, CheckpointError> {
+        let at = |param| Param::Layer(layer, param);
+        if self.checkpoint.config().stored.experts == ExpertFormat::Fp8 {
+            let matrix = ExpertMatrix::Fp8(self.stored_fp8(at(fp8), expert, &rows, &cols));
+            self.advance(matrix.bytes());
+            return Ok(matrix);
+        }
+        let matrix = ExpertMatrix::Mxfp4(self.mx(at(blocks), at(scales), expert, rows.clone(), cols.clone())?);
+        self.advance(matrix.bytes());
+        if self.scheme.experts != ExpertFormat::Fp8 {
+            return Ok(matrix);
+        }
+        let [_, total_rows, row_blocks] = *self.checkpoint.tensor(at(scales)).shape() else {
+            unreachable!("scales are [experts, rows, blocks]")
+        };
+        let total = [total_rows, row_blocks * BLOCK_VALUES];
+        let whole = self.mx(at(blocks), at(scales), expert, 0..total[0], 0..total[1])?;
+        let read = |row: usize, out: &mut [f32]| whole.row_f32(row, out);
+        Ok(ExpertMatrix::Fp8(fp8::quantize_part(total, &rows, &cols, read)))
+    }
+
+    fn mx(
+        &self,
         blocks: Param,
         scales: Param,
         expert: usize,
@@ -293,7 +465,6 @@ impl Reader<'_> {
                 index: [expert, rows.start + at / num_blocks, first_block + at % num_blocks],
             });
         }
-        self.advance(matrix.blocks.len() + matrix.scales.len());
         Ok(matrix)
     }
 

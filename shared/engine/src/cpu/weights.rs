@@ -98,7 +98,7 @@ impl PackedLayer {
 
 impl PackedExpert {
     fn pack(expert: &ExpertWeights) -> Self {
-        let (hidden, units) = (expert.down.rows, expert.down.cols);
+        let (hidden, units) = (expert.down.rows(), expert.down.cols());
         // Row `i` of the packed matrix: gate of unit `i`, or up of unit `i - units`.
         let stored_row = |row: usize| if row < units { 2 * row } else { 2 * (row - units) + 1 };
         let gate_up = expert.gate_up.dequantize();

@@ -111,6 +111,7 @@ impl TensorSource for RandomTensors {
             Param::Embedding => (0.0, 1.0),
             Param::FinalNorm => (1.0, 0.05),
             Param::Head => (0.0, from_hidden),
+            Param::HeadScales => unreachable!("random weights have the released form"),
             Param::Layer(_, param) => match param {
                 LayerParam::AttnNorm | LayerParam::MlpNorm => (1.0, 0.05),
                 LayerParam::Sinks => (0.0, 1.0),

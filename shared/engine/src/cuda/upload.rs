@@ -5,7 +5,7 @@ use std::ops::Deref;
 use bytemuck::Pod;
 use device::{Stream, ViewMut};
 use half::bf16;
-use model::{ExpertWeights, LayerParam, LayerWeights, Param, RankWeights};
+use model::{ExpertMatrix, ExpertWeights, LayerParam, LayerWeights, Param, RankWeights};
 
 use super::pinned_ring::PinnedRing;
 use super::weights::TensorSource;
@@ -36,6 +36,7 @@ impl TensorSource for LoadedTensors {
             Param::FinalNorm => values.upload(out, &[&weights.final_norm]),
             Param::Head => values.upload(out, &[&weights.head.values]),
             Param::Layer(idx, param) => values.upload(out, &layer_values(&weights.layers[idx], param)),
+            Param::HeadScales => unreachable!("an fp8 head is loaded as bf16"),
         }
     }
 
@@ -45,13 +46,27 @@ impl TensorSource for LoadedTensors {
             self.weights.layers[idx].experts.iter().map(part).collect()
         };
         let parts = match param {
-            LayerParam::GateUpBlocks => of_experts(|expert| &expert.gate_up.blocks),
-            LayerParam::GateUpScales => of_experts(|expert| &expert.gate_up.scales),
-            LayerParam::DownBlocks => of_experts(|expert| &expert.down.blocks),
-            LayerParam::DownScales => of_experts(|expert| &expert.down.scales),
-            _ => unreachable!("{param:?} is stored as bf16"),
+            LayerParam::GateUpBlocks | LayerParam::GateUpFp8 => of_experts(|expert| values(&expert.gate_up)),
+            LayerParam::GateUpScales | LayerParam::GateUpFp8Scales => of_experts(|expert| scales(&expert.gate_up)),
+            LayerParam::DownBlocks | LayerParam::DownFp8 => of_experts(|expert| values(&expert.down)),
+            LayerParam::DownScales | LayerParam::DownFp8Scales => of_experts(|expert| scales(&expert.down)),
+            _ => unreachable!("{param:?} is loaded as bf16"),
         };
         self.bytes.upload(out, &parts)
+    }
+}
+
+fn values(matrix: &ExpertMatrix) -> &[u8] {
+    match matrix {
+        ExpertMatrix::Mxfp4(matrix) => &matrix.blocks,
+        ExpertMatrix::Fp8(matrix) => &matrix.values,
+    }
+}
+
+fn scales(matrix: &ExpertMatrix) -> &[u8] {
+    match matrix {
+        ExpertMatrix::Mxfp4(matrix) => &matrix.scales,
+        ExpertMatrix::Fp8(matrix) => &matrix.scales,
     }
 }
 
@@ -73,9 +88,7 @@ fn layer_values(layer: &LayerWeights, param: LayerParam) -> Vec<&[bf16]> {
         LayerParam::RouterBias => &layer.router.bias,
         LayerParam::GateUpBias => return of_experts(|expert| &expert.gate_up_bias),
         LayerParam::DownBias => return of_experts(|expert| &expert.down_bias),
-        LayerParam::GateUpBlocks | LayerParam::GateUpScales | LayerParam::DownBlocks | LayerParam::DownScales => {
-            unreachable!("{param:?} is stored as bytes")
-        }
+        _ => unreachable!("{param:?} is loaded as bytes, or as bf16 with the values that it scales"),
     };
     vec![buffer.deref()]
 }

@@ -63,7 +63,7 @@ impl Random {
 fn tensor(param: Param, config: &ModelConfig, random: &mut Random) -> Vec<u8> {
     let len = param.shape(config).iter().product();
     let from_hidden = (config.hidden_size as f32).powf(-0.5);
-    if param.dtype() == Dtype::U8 {
+    if param.dtype(config) == Dtype::U8 {
         let is_scale = matches!(param, Param::Layer(_, LayerParam::GateUpScales | LayerParam::DownScales));
         let mut bytes = random.bytes(len);
         if is_scale {
@@ -77,7 +77,7 @@ fn tensor(param: Param, config: &ModelConfig, random: &mut Random) -> Vec<u8> {
         Param::Layer(_, LayerParam::OWeight) => (0.0, 0.25 / 64.0),
         Param::Layer(_, LayerParam::QWeight | LayerParam::KWeight | LayerParam::VWeight | LayerParam::RouterWeight)
         | Param::Head => (0.0, from_hidden),
-        Param::Layer(..) => (0.0, 0.02),
+        Param::Layer(..) | Param::HeadScales => (0.0, 0.02),
     };
     let value = |_| bf16::from_f32(mean + deviation * random.spread()).to_le_bytes();
     (0..len).flat_map(value).collect()
@@ -90,7 +90,9 @@ fn write_checkpoint(dir: &Path, config: &serde_json::Value) -> Checkpoint {
     let config = ModelConfig::from_json(&config.to_string(), &config_path).unwrap();
     let mut random = Random(5);
     let tensors: Vec<(String, Vec<usize>, Dtype, Vec<u8>)> = Param::all(&config)
-        .map(|param| (param.to_string(), param.shape(&config), param.dtype(), tensor(param, &config, &mut random)))
+        .map(|param| {
+            (param.to_string(), param.shape(&config), param.dtype(&config), tensor(param, &config, &mut random))
+        })
         .collect();
     let views = tensors.iter().map(|(name, shape, dtype, bytes)| {
         let dtype = if *dtype == Dtype::U8 { safetensors::Dtype::U8 } else { safetensors::Dtype::BF16 };

@@ -2,17 +2,24 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use types::TokenId;
 
 use super::{ConfigError, LayerKind, ModelConfig, RopeConfig, alternating_kinds};
 use crate::mxfp4::BLOCK_VALUES;
-use crate::rope;
+use crate::scheme::{DenseFormat, ExpertFormat, WeightScheme};
+use crate::{fp8, rope};
 
 /// Bound on every size, so that no product of sizes overflows 64 bits however the file was made up.
 const MAX_SIZE: usize = 1 << 24;
 const MAX_LAYERS: usize = 1 << 10;
 const MAX_EXPERTS: usize = 1 << 12;
+
+/// `quantization_config.quant_method` of FP8 checkpoints: a name of our own, so that no other loader mistakes their
+/// scales.
+const FP8_METHOD: &str = "damask_fp8";
+/// `quantization_config.scale_format`: scales are the exponents of powers of two, biased by 127.
+const FP8_SCALE_FORMAT: &str = "e8m0";
 
 pub(super) fn parse(text: &str, file: &Path) -> Result<ModelConfig, ConfigError> {
     let root = parse_object(text, file)?;
@@ -49,6 +56,41 @@ pub(super) fn stop_token_ids(text: &str, file: &Path, vocab_size: usize) -> Resu
     Ok(tokens)
 }
 
+/// The Hugging Face dialect of a config.
+pub(super) fn write(config: &ModelConfig) -> Value {
+    // A f32 printed as itself, not as the f64 nearest to it.
+    let number = |value: f32| Value::from(value.to_string().parse::<f64>().expect("a number's text"));
+    let kind = |kind: &LayerKind| match kind {
+        LayerKind::Sliding => "sliding_attention",
+        LayerKind::Full => "full_attention",
+    };
+    let quantization = match config.stored.experts {
+        ExpertFormat::Fp8 => json!({
+            "quant_method": FP8_METHOD, "weight_block_size": [fp8::BLOCK, fp8::BLOCK],
+            "scale_format": FP8_SCALE_FORMAT, "dense": config.stored.dense,
+        }),
+        _ => json!({ "quant_method": "mxfp4" }),
+    };
+    json!({
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16",
+        "attention_bias": true, "hidden_act": "silu", "tie_word_embeddings": false,
+        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "intermediate_size": config.intermediate_size,
+        "num_local_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token,
+        "vocab_size": config.vocab_size, "max_position_embeddings": config.max_context_tokens,
+        "sliding_window": config.window, "layer_types": config.layer_kinds.iter().map(kind).collect::<Vec<_>>(),
+        "rms_norm_eps": number(config.rms_norm_eps), "swiglu_limit": number(config.swiglu_limit),
+        "rope_theta": config.rope.theta,
+        "rope_scaling": {
+            "rope_type": "yarn", "truncate": false, "factor": config.rope.factor,
+            "original_max_position_embeddings": config.rope.original_context_tokens,
+            "beta_fast": config.rope.beta_fast, "beta_slow": config.rope.beta_slow,
+        },
+        "quantization_config": quantization,
+    })
+}
+
 fn from_original(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
     let num_layers = fields.size("num_hidden_layers")?;
     let original_context_tokens = fields.size("initial_context_length")?;
@@ -76,6 +118,7 @@ fn from_original(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
             beta_fast: fields.number("rope_ntk_beta")?,
             beta_slow: fields.number("rope_ntk_alpha")?,
         },
+        stored: WeightScheme::default(),
     })
 }
 
@@ -84,9 +127,7 @@ fn from_hugging_face(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
     fields.only("hidden_act", Value::from("silu"), Absent::Accepted)?;
     fields.only("attention_bias", Value::from(true), Absent::Accepted)?;
     fields.only("tie_word_embeddings", Value::from(false), Absent::Accepted)?;
-    if let Some(quantization) = fields.object("quantization_config")? {
-        quantization.only("quant_method", Value::from("mxfp4"), Absent::Refused)?;
-    }
+    let stored = fields.object("quantization_config")?.map_or_else(|| Ok(WeightScheme::default()), |of| scheme(&of))?;
     let num_layers = fields.size("num_hidden_layers")?;
     Ok(ModelConfig {
         num_layers,
@@ -104,7 +145,28 @@ fn from_hugging_face(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
         rms_norm_eps: fields.number("rms_norm_eps")? as f32,
         swiglu_limit: fields.number("swiglu_limit")? as f32,
         rope: hugging_face_rope(fields)?,
+        stored,
     })
+}
+
+/// Released checkpoints say `mxfp4`; those that `damask convert` wrote say how they are cut.
+fn scheme(quantization: &Fields<'_>) -> Result<WeightScheme, ConfigError> {
+    let method = quantization.require("quant_method")?;
+    if *method == Value::from("mxfp4") {
+        return Ok(WeightScheme::default());
+    }
+    if *method != Value::from(FP8_METHOD) {
+        return Err(quantization.unsupported("quant_method", method, format!("\"mxfp4\" or \"{FP8_METHOD}\"")));
+    }
+    quantization.only("weight_block_size", Value::from(vec![fp8::BLOCK, fp8::BLOCK]), Absent::Refused)?;
+    quantization.only("scale_format", Value::from(FP8_SCALE_FORMAT), Absent::Refused)?;
+    let dense = quantization.require("dense")?;
+    let dense = match dense.as_str() {
+        Some("bf16") => DenseFormat::Bf16,
+        Some("fp8") => DenseFormat::Fp8,
+        _ => return Err(quantization.unsupported("dense", dense, "\"bf16\" or \"fp8\"")),
+    };
+    Ok(WeightScheme { experts: ExpertFormat::Fp8, dense })
 }
 
 fn layer_kinds(fields: &Fields<'_>, num_layers: usize) -> Result<Vec<LayerKind>, ConfigError> {

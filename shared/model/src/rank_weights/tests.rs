@@ -18,6 +18,13 @@ fn load_all(checkpoint: &Checkpoint, layout: ParallelLayout) -> Vec<RankWeights>
         .collect()
 }
 
+fn mx(matrix: &ExpertMatrix) -> &MxMatrix {
+    match matrix {
+        ExpertMatrix::Mxfp4(matrix) => matrix,
+        ExpertMatrix::Fp8(_) => panic!("nano has mxfp4 experts"),
+    }
+}
+
 /// Columns of all ranks put side by side.
 fn side_by_side<T: Copy>(parts: &[(&[T], usize)], rows: usize) -> Vec<T> {
     (0..rows).flat_map(|row| parts.iter().flat_map(move |(part, cols)| &part[row * cols..][..*cols])).copied().collect()
@@ -86,8 +93,8 @@ fn check_experts(whole: &LayerWeights, layer: usize, ranks: &[RankWeights]) {
         assert_eq!(bias, *expected.gate_up_bias, "{case}: gate_up bias {layer}.{expert}");
         let down: Vec<Vec<bf16>> = parts.iter().map(|part| part.down.dequantize()).collect();
         let columns: Vec<(&[bf16], usize)> =
-            down.iter().zip(&parts).map(|(values, part)| (values.as_slice(), part.down.cols)).collect();
-        let down = side_by_side(&columns, expected.down.rows);
+            down.iter().zip(&parts).map(|(values, part)| (values.as_slice(), part.down.cols())).collect();
+        let down = side_by_side(&columns, expected.down.rows());
         assert_eq!(down, expected.down.dequantize(), "{case}: down {layer}.{expert}");
         for part in parts {
             assert_eq!(*part.down_bias, *expected.down_bias, "{case}: down bias {layer}.{expert}");
@@ -101,13 +108,18 @@ fn the_whole_model_is_not_copied() {
     let rank = load_all(&checkpoint, ParallelLayout::tp(1)).swap_remove(0);
     let embedded = crate::nano::weights().as_ptr_range();
     for layer in &rank.layers {
-        assert!(layer.o.weight.values.is_mapped() && layer.experts.iter().all(|expert| expert.down.blocks.is_mapped()));
-        assert!(embedded.contains(&layer.experts[7].gate_up.blocks.as_ptr()));
+        assert!(
+            layer.o.weight.values.is_mapped() && layer.experts.iter().all(|expert| mx(&expert.down).blocks.is_mapped())
+        );
+        assert!(embedded.contains(&mx(&layer.experts[7].gate_up).blocks.as_ptr()));
     }
     let split = load_all(&checkpoint, ParallelLayout::tp(2));
     let layer = &split[1].layers[3];
-    assert!(layer.q.weight.values.is_mapped() && layer.experts[0].gate_up.blocks.is_mapped(), "rows are one piece");
-    assert!(!layer.o.weight.values.is_mapped() && !layer.experts[0].down.scales.is_mapped(), "columns are not");
+    assert!(
+        layer.q.weight.values.is_mapped() && mx(&layer.experts[0].gate_up).blocks.is_mapped(),
+        "rows are one piece"
+    );
+    assert!(!layer.o.weight.values.is_mapped() && !mx(&layer.experts[0].down).scales.is_mapped(), "columns are not");
 }
 
 #[test]
@@ -140,10 +152,10 @@ fn rows_dequantise_like_the_matrix() {
     let rank = load_all(&checkpoint, ParallelLayout::tp(4)).swap_remove(1);
     let down = &rank.layers[2].experts[5].down;
     let all = down.dequantize();
-    let mut row = vec![0.0; down.cols];
-    for i in 0..down.rows {
+    let mut row = vec![0.0; down.cols()];
+    for i in 0..down.rows() {
         down.row_f32(i, &mut row);
-        let expected: Vec<f32> = all[i * down.cols..][..down.cols].iter().map(|value| value.to_f32()).collect();
+        let expected: Vec<f32> = all[i * down.cols()..][..down.cols()].iter().map(|value| value.to_f32()).collect();
         assert_eq!(row, expected, "row {i}");
     }
 }

@@ -58,7 +58,7 @@ pub(crate) fn tensors(config: &Value) -> Tensors {
     let config = ModelConfig::from_json(&config.to_string(), Path::new("config.json")).expect("a supported config");
     let mut tensors = Tensors::new();
     for (seed, param) in Param::all(&config).enumerate() {
-        let (shape, dtype) = (param.shape(&config), param.dtype());
+        let (shape, dtype) = (param.shape(&config), param.dtype(&config));
         let num_bytes = shape.iter().product::<usize>() * dtype.bytes();
         let is_scale = matches!(param, Param::Layer(_, LayerParam::GateUpScales | LayerParam::DownScales));
         let byte = |i: usize| {
@@ -66,13 +66,14 @@ pub(crate) fn tensors(config: &Value) -> Tensors {
             // A bf16 with a high byte up to 100 is finite, so that equal tensors compare equal.
             match dtype {
                 _ if is_scale => 118 + (mixed % 5) as u8,
-                Dtype::U8 => (mixed % 251) as u8,
+                Dtype::U8 | Dtype::F8E4M3 => (mixed % 251) as u8,
                 Dtype::Bf16 => (mixed % 101) as u8,
             }
         };
         let dtype = match dtype {
             Dtype::Bf16 => safetensors::Dtype::BF16,
             Dtype::U8 => safetensors::Dtype::U8,
+            Dtype::F8E4M3 => safetensors::Dtype::F8_E4M3,
         };
         tensors.insert(param.to_string(), Stored { dtype, shape, bytes: (0..num_bytes).map(byte).collect() });
     }

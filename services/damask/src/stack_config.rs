@@ -65,6 +65,8 @@ fn settings(options: &StackOptions, plan: &WorkerPlan, config: &mut Map<String, 
         config.insert("numerics".into(), json!({"compute": "bf16", "routing": "bf16", "kv": "bf16"}));
         config.insert("page_tokens".into(), 64.into());
         config.insert("gpu_memory_share".into(), json!(options.fleet.memory_share(plan)));
+        let ranks_per_gpu = plan.layout.ranks() / plan.devices.len() as u32;
+        config.insert("ranks_per_gpu".into(), ranks_per_gpu.into());
         let is_shared = options.fleet.shares_gpus(plan);
         match plan.role {
             Role::Prefill => {

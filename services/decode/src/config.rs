@@ -59,6 +59,8 @@ pub struct Config {
     /// Share of each GPU's memory that a rank may take: where `full_pages` is not given, what weights and steps leave of it becomes pages.
     /// Workers on one GPU must share it. Without meaning on the CPU.
     pub gpu_memory_share: f64,
+    /// Ranks on each GPU: 1, but for trying a layout out on fewer GPUs than it is made for.
+    pub ranks_per_gpu: u32,
     /// Threads that compute the masks of constrained sequences while the engine computes.
     pub mask_threads: u32,
     /// The step loop.
@@ -89,6 +91,7 @@ impl Default for Config {
             full_pages: None,
             window_pages: None,
             gpu_memory_share: GPU_MEMORY_SHARE,
+            ranks_per_gpu: 1,
             ticket_ttl_ms: 120_000,
             stream_tokens_max: 1_024,
             mask_threads: 2,
@@ -104,6 +107,7 @@ impl Validate for Config {
         validate_name(&self.name, problems);
         validate_layout(self.layout, problems);
         validate_memory_share(self.gpu_memory_share, problems);
+        problems.range("ranks_per_gpu", self.ranks_per_gpu, 1..=8);
         problems.range("page_tokens", self.page_tokens, 1..=1_024);
         problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
         problems.range("max_sequences", self.max_sequences, 1..=4_096);
@@ -159,6 +163,7 @@ impl Config {
             role: Role::Decode,
             backend: self.backend,
             layout: self.layout,
+            ranks_per_gpu: self.ranks_per_gpu,
             numerics: self.numerics,
             page_tokens: self.page_tokens,
             full_pages: scheduler.full_pages,

@@ -48,6 +48,8 @@ pub struct Config {
     /// Share of each GPU's memory that a rank may take: where `full_pages` is not given, what weights and steps leave of it becomes pages.
     /// Workers on one GPU must share it. Without meaning on the CPU.
     pub gpu_memory_share: f64,
+    /// Ranks on each GPU: 1, but for trying a layout out on fewer GPUs than it is made for.
+    pub ranks_per_gpu: u32,
     /// Threads that compute the masks of constrained sequences while the engine computes.
     pub mask_threads: u32,
     /// The step loop.
@@ -77,6 +79,7 @@ impl Default for Config {
             full_pages: None,
             window_pages: None,
             gpu_memory_share: GPU_MEMORY_SHARE,
+            ranks_per_gpu: 1,
             mask_threads: 1,
             step_loop: StepLoopConfig::default(),
             transfer: TransferConfig::default(),
@@ -90,6 +93,7 @@ impl Validate for Config {
         validate_name(&self.name, problems);
         validate_layout(self.layout, problems);
         validate_memory_share(self.gpu_memory_share, problems);
+        problems.range("ranks_per_gpu", self.ranks_per_gpu, 1..=8);
         problems.check(self.layout.ep == 1, "layout.ep", "must be 1: prefill splits every expert over all ranks");
         problems.check(
             self.layout.dp == 1,
@@ -141,6 +145,7 @@ impl Config {
             role: Role::Prefill,
             backend: self.backend,
             layout: self.layout,
+            ranks_per_gpu: self.ranks_per_gpu,
             numerics: self.numerics,
             page_tokens: self.page_tokens,
             full_pages: scheduler.full_pages,

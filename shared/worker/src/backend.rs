@@ -67,15 +67,15 @@ fn obstacle(config: &EngineConfig) -> Option<String> {
         return Some(format!("page_tokens is {}, it takes multiples of 32", config.page_tokens));
     }
     match cuda::available() {
-        Ok(gpus) => too_few_gpus(config.layout, gpus),
+        Ok(gpus) => too_few_gpus(config.layout, config.ranks_per_gpu, gpus),
         Err(error) => Some(error.to_string()),
     }
 }
 
-/// Each rank has a GPU of its own.
-fn too_few_gpus(layout: ParallelLayout, gpus: u32) -> Option<String> {
-    let ranks = layout.ranks();
-    (ranks > gpus).then(|| format!("layout is {layout}, which takes {ranks} gpus, and this process sees {gpus}"))
+/// Each rank has a GPU of its own, unless `ranks_per_gpu` says otherwise.
+fn too_few_gpus(layout: ParallelLayout, ranks_per_gpu: u32, gpus: u32) -> Option<String> {
+    let needed = layout.ranks().div_ceil(ranks_per_gpu);
+    (needed > gpus).then(|| format!("layout is {layout}, which takes {needed} gpus, and this process sees {gpus}"))
 }
 
 #[cfg(test)]
@@ -90,6 +90,7 @@ mod tests {
             role: Role::Decode,
             backend: Backend::Auto,
             layout: ParallelLayout::tp(tp),
+            ranks_per_gpu: 1,
             numerics: NumericsConfig { compute, routing: Rounding::Bf16, kv: KvRounding::Bf16 },
             page_tokens,
             full_pages: 1,
@@ -109,9 +110,10 @@ mod tests {
 
     #[test]
     fn what_a_gpu_cannot_do_is_named_or_left_to_the_cpu() {
-        let reason = too_few_gpus(ParallelLayout::tp(4), 2).unwrap();
+        let reason = too_few_gpus(ParallelLayout::tp(4), 1, 2).unwrap();
         assert_eq!(reason, "layout is EP1 DP1 TP4, which takes 4 gpus, and this process sees 2");
-        assert_eq!(too_few_gpus(ParallelLayout::tp(4), 4), None);
+        assert_eq!(too_few_gpus(ParallelLayout::tp(4), 1, 4), None);
+        assert_eq!(too_few_gpus(ParallelLayout::tp(4), 2, 2), None);
         let cases =
             [(config(Rounding::F32, 64, 1), "numerics.compute"), (config(Rounding::Bf16, 16, 1), "page_tokens is 16")];
         for (config, reason) in cases {

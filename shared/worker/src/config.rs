@@ -178,6 +178,8 @@ pub struct EngineConfig {
     pub backend: Backend,
     /// Degrees of parallelism.
     pub layout: types::ParallelLayout,
+    /// Neighbouring ranks that share a GPU.
+    pub ranks_per_gpu: u32,
     /// Rounding.
     pub numerics: NumericsConfig,
     /// Positions a page holds.

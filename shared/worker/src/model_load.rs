@@ -217,7 +217,7 @@ impl OpenModel {
             max_context_tokens: config.max_context_tokens,
             publish_layers: None,
             masked_tokens: self.masked_tokens.clone(),
-            devices: (0..config.layout.ranks()).collect(),
+            devices: (0..config.layout.ranks()).map(|rank| rank / config.ranks_per_gpu).collect(),
             probe: None,
         }
     }
@@ -300,6 +300,7 @@ mod tests {
             role: Role::Prefill,
             backend,
             layout: ParallelLayout::tp(1),
+            ranks_per_gpu: 1,
             numerics: NumericsConfig { compute: Rounding::Bf16, routing: Rounding::Bf16, kv: KvRounding::Bf16 },
             page_tokens: 64,
             full_pages: 1,

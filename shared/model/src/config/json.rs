@@ -152,11 +152,10 @@ fn from_hugging_face(fields: &Fields<'_>) -> Result<ModelConfig, ConfigError> {
 /// Released checkpoints say `mxfp4`; those that `damask convert` wrote say how they are cut.
 fn scheme(quantization: &Fields<'_>) -> Result<WeightScheme, ConfigError> {
     let method = quantization.require("quant_method")?;
-    if *method == Value::from("mxfp4") {
-        return Ok(WeightScheme::default());
-    }
-    if *method != Value::from(FP8_METHOD) {
-        return Err(quantization.unsupported("quant_method", method, format!("\"mxfp4\" or \"{FP8_METHOD}\"")));
+    match method.as_str() {
+        Some("mxfp4") => return Ok(WeightScheme::default()),
+        Some(FP8_METHOD) => {}
+        _ => return Err(quantization.unsupported("quant_method", method, format!("\"mxfp4\" or \"{FP8_METHOD}\""))),
     }
     quantization.only("weight_block_size", Value::from(vec![fp8::BLOCK, fp8::BLOCK]), Absent::Refused)?;
     quantization.only("scale_format", Value::from(FP8_SCALE_FORMAT), Absent::Refused)?;

@@ -286,6 +286,7 @@ pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
         receiver_stop: stop,
         faults,
         caches: None,
+        turn: None,
     }
 }
 

@@ -10,6 +10,7 @@ use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use tests::stack::Stack;
+use tokio::task::JoinSet;
 use tonic::{Request, Response, Status};
 
 const TRACE_ID: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
@@ -37,7 +38,7 @@ impl TraceService for TestCollector {
                 other => format!("{other:?}"),
             };
             for span in resource_spans.scope_spans.into_iter().flat_map(|scope| scope.spans) {
-                self.0.lock().unwrap().insert((service.clone(), span.name.clone()), span);
+                self.0.lock().expect("no holder panics").insert((service.clone(), span.name.clone()), span);
             }
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
@@ -52,7 +53,8 @@ async fn a_request_is_one_trace_through_all_services() -> anyhow::Result<()> {
     let server = tonic::transport::Server::builder()
         .add_service(TraceServiceServer::new(TestCollector(Arc::clone(&spans))))
         .serve_with_incoming(tokio_stream::wrappers::TcpListenerStream::new(listener));
-    let server = tokio::task::spawn(server);
+    let mut tasks = JoinSet::new();
+    tasks.spawn(server);
 
     let stack = Stack::start(env!("CARGO_BIN_EXE_damask-under-test"), &["--otlp-endpoint", &endpoint])?;
     let body = serde_json::json!({"messages": [{"role": "user", "content": "What is the capital of France?"}]});
@@ -91,7 +93,7 @@ async fn a_request_is_one_trace_through_all_services() -> anyhow::Result<()> {
         matches!(kv_bytes.and_then(|attribute| attribute.value?.value), Some(Value::IntValue(bytes)) if bytes > 0),
         "the landing is recorded"
     );
-    server.abort();
+    tasks.abort_all();
     Ok(())
 }
 

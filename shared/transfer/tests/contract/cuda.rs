@@ -148,7 +148,7 @@ async fn alone_over_nccl(options: Options, plan: Option<FaultPlan>) -> Option<Wo
     }
     let turn = alone().await;
     let world = world(options, TransportChoice::Nccl, 2, plan)?;
-    Some(World { turn: Some(turn), ..world })
+    Some(World { _turn: Some(turn), ..world })
 }
 
 /// Each pair of ranks has a communicator of its own, so it does not matter that all ranks of a side share a GPU here.

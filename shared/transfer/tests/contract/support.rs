@@ -90,7 +90,7 @@ pub(crate) struct World {
     /// Of both sides, where a data path lies between them.
     pub(crate) caches: Option<Arc<dyn Caches>>,
     /// Held by a world that shares the machine with no other of its kind.
-    pub(crate) turn: Option<tokio::sync::OwnedMutexGuard<()>>,
+    pub(crate) _turn: Option<tokio::sync::OwnedMutexGuard<()>>,
 }
 
 impl World {
@@ -225,7 +225,7 @@ pub(crate) fn piped(options: Options) -> BoxFuture<'static, World> {
             receiver_stop: stop,
             faults: None,
             caches: None,
-            turn: None,
+            _turn: None,
         }
     }
     .boxed()
@@ -244,7 +244,16 @@ pub(crate) fn over_tcp(options: Options) -> BoxFuture<'static, Option<World>> {
             }
         });
         let sender = Box::new(host_sender(&options, Arc::new(TcpConnector), tasks));
-        Some(World { sender, receiver, arrivals, address, receiver_stop: stop, faults: None, caches: None, turn: None })
+        Some(World {
+            sender,
+            receiver,
+            arrivals,
+            address,
+            receiver_stop: stop,
+            faults: None,
+            caches: None,
+            _turn: None,
+        })
     }
     .boxed()
 }
@@ -269,7 +278,7 @@ pub(crate) fn piped_with_data(
         Some(plan) => (Box::new(Faulty::new(sender, plan)), faults),
         None => (Box::new(sender), None),
     };
-    World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults, caches, turn: None }
+    World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults, caches, _turn: None }
 }
 
 pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
@@ -286,7 +295,7 @@ pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
         receiver_stop: stop,
         faults,
         caches: None,
-        turn: None,
+        _turn: None,
     }
 }
 

@@ -10,6 +10,7 @@
 
 mod all_reduce;
 mod decode_attention;
+mod fp8_gemm;
 mod harness;
 mod kv_move;
 mod launch_table;
@@ -35,6 +36,8 @@ fn main() {
         ("tile_dense", tile_gemm::dense),
         ("tile_experts", tile_gemm::experts),
         ("launch_table", launch_table::run),
+        ("fp8_dense", fp8_gemm::dense),
+        ("fp8_experts", fp8_gemm::experts),
         ("decode_attention", decode_attention::run),
         ("prefill_attention", prefill_attention::run),
         ("all_reduce", all_reduce::run),

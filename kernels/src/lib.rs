@@ -10,7 +10,7 @@
 //! predecessor has ended, so they must be complete when a kernel that reads them is enqueued, or a copy must lie between.
 //!
 //! Start with [`RmsNorm`], the simplest, then [`SkinnyGemm`], which streams the weights in decode, and [`TileGemm`], which keeps
-//! the tensor cores busy in prefill.
+//! the tensor cores busy in prefill, and [`Fp8Gemm`], which does so with both operands in FP8.
 #![allow(unsafe_code)] // this crate launches kernels: each launch says why its arguments are right
 
 mod all_gather;
@@ -20,14 +20,17 @@ mod decode_attention;
 mod dispatch;
 mod embed;
 mod error;
+mod fp8_gemm;
 mod gather_rows;
 mod kv_cache;
 mod kv_move;
 mod kv_port;
 mod library;
+mod pack_fp8;
 mod pack_weights;
 mod peers;
 mod prefill_attention;
+mod quantize_rows;
 mod rmsnorm;
 mod rope_kv;
 mod router;
@@ -45,14 +48,17 @@ pub use decode_attention::DecodeAttention;
 pub use dispatch::{Dispatch, Routing};
 pub use embed::Embed;
 pub use error::{KernelError, Result};
+pub use fp8_gemm::{Fp8Gemm, Fp8Output};
 pub use gather_rows::GatherRows;
 pub use kv_cache::{KvCache, KvFormat, PageTable};
 pub use kv_move::{KvDirection, KvKernels, KvMove, KvMoving, KvTable, kv_checksum};
 pub use kv_port::{KvPool, KvPort};
 pub use library::{AVAILABLE, Kernels};
+pub use pack_fp8::{Fp8Source, PackFp8, Rounding};
 pub use pack_weights::{Format, PackMxfp4, PackedWeights, pack_bf16};
 pub use peers::{Alarm, MAX_RANKS, Mailbox, MailboxAddress, PeerGroup, PeerSizes};
 pub use prefill_attention::PrefillAttention;
+pub use quantize_rows::{Fp8Rows, QuantizeRows};
 pub use rmsnorm::RmsNorm;
 pub use rope_kv::RopeKv;
 pub use router::{ChooseExperts, DISPATCH_TOKENS, ExpertWeights, Router, RouterDispatch};

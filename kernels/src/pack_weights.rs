@@ -1,6 +1,6 @@
 //! Weight matrices in the order in which tensor cores take them.
 
-use device::{DeviceBuffer, DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View};
+use device::{DeviceBuffer, DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Stream, View};
 use half::bf16;
 
 use crate::Kernels;
@@ -13,21 +13,23 @@ pub enum Format {
     Bf16,
     /// 4 bits a value and one scale byte for each 32 along k.
     Mxfp4,
+    /// 1 byte a value (E4M3) and one scale, a power of two, for each 128 rows x 128 along k.
+    Fp8,
 }
 
 impl Format {
-    /// Values along k of a tile of 16 rows: `TILE_K` in packed.cuh.
+    /// Values along k of a tile of 16 rows: `TILE_K` in packed.cuh and fp8.cuh.
     pub(crate) const fn tile_k(self) -> usize {
         match self {
             Self::Bf16 => 32,
-            Self::Mxfp4 => 64,
+            Self::Mxfp4 | Self::Fp8 => 64,
         }
     }
 
-    /// Bytes of a tile: `TILE_BYTES` in packed.cuh.
+    /// Bytes of a tile: `TILE_BYTES` in packed.cuh and fp8.cuh.
     pub(crate) const fn tile_bytes(self) -> usize {
         match self {
-            Self::Bf16 => 1024,
+            Self::Bf16 | Self::Fp8 => 1024,
             Self::Mxfp4 => 544,
         }
     }
@@ -35,11 +37,15 @@ impl Format {
 
 /// Rows of a strip.
 pub(crate) const STRIP_ROWS: usize = 16;
+/// Rows and values along k that share an FP8 scale.
+pub(crate) const SCALE_BLOCK: usize = 128;
 
 /// One matrix `[rows, k]`, or one for each expert, rearranged on the device as `cuda/packed/packed.cuh` describes.
 #[derive(Debug)]
 pub struct PackedWeights {
     pub(crate) bytes: DeviceBuffer<u8>,
+    /// Of FP8 blocks, `[matrices, rows / 128, k / 128]` rounded up; `None` for other formats.
+    pub(crate) scales: Option<DeviceBuffer<f32>>,
     pub(crate) format: Format,
     pub(crate) matrices: usize,
     pub(crate) rows: usize,
@@ -50,8 +56,14 @@ pub struct PackedWeights {
 impl PackedWeights {
     /// Device memory in bytes.
     #[must_use]
-    pub const fn len_bytes(&self) -> usize {
-        self.bytes.len()
+    pub fn len_bytes(&self) -> usize {
+        self.bytes.len() + self.scales.as_ref().map_or(0, |scales| scales.len() * size_of::<f32>())
+    }
+
+    /// How values are stored.
+    #[must_use]
+    pub const fn format(&self) -> Format {
+        self.format
     }
 
     /// `[rows, k]` of each matrix.
@@ -68,12 +80,25 @@ impl PackedWeights {
         self.rows / STRIP_ROWS * self.strip_tiles() * self.format.tile_bytes()
     }
 
-    fn allocate(stream: &Stream, format: Format, [matrices, rows, k]: [usize; 3], interleaved: bool) -> Result<Self> {
+    /// The scales of FP8 blocks, for kernels; null for other formats.
+    pub(crate) fn scales(&self, stream: &Stream) -> DevicePtr<f32> {
+        self.scales.as_ref().map_or(DevicePtr::NULL, |scales| stream.input(&scales.view()))
+    }
+
+    pub(crate) fn allocate(
+        stream: &Stream,
+        format: Format,
+        [matrices, rows, k]: [usize; 3],
+        interleaved: bool,
+    ) -> Result<Self> {
         let check = Checker("pack weights");
         check.dimension("rows", rows, "a multiple of 16", rows > 0 && rows.is_multiple_of(STRIP_ROWS))?;
         check.dimension("k", k, "a multiple of 32", k > 0 && k.is_multiple_of(32))?;
-        let bytes = matrices * rows / STRIP_ROWS * k.div_ceil(format.tile_k()) * format.tile_bytes();
-        Ok(Self { bytes: stream.allocate(bytes)?, format, matrices, rows, k, interleaved })
+        let bytes =
+            stream.allocate(matrices * rows / STRIP_ROWS * k.div_ceil(format.tile_k()) * format.tile_bytes())?;
+        let blocks = matrices * rows.div_ceil(SCALE_BLOCK) * k.div_ceil(SCALE_BLOCK);
+        let scales = (format == Format::Fp8).then(|| stream.allocate(blocks)).transpose()?;
+        Ok(Self { bytes, scales, format, matrices, rows, k, interleaved })
     }
 }
 
@@ -110,7 +135,7 @@ pub fn pack_bf16(
     Checker("pack bf16").size("values", matrices * rows * k, values.len())?;
     let mut packed = PackedWeights::allocate(stream, Format::Bf16, [matrices, rows, k], interleaved)?;
     let values = stream.input(&values).cast();
-    launch(kernels, stream, &mut packed, values, DevicePtr::NULL, DevicePtrMut::NULL)?;
+    launch(&kernels.pack_bf16, kernels, stream, &mut packed, values, DevicePtr::NULL, DevicePtrMut::NULL)?;
     stream.synchronize()?;
     Ok(packed)
 }
@@ -135,22 +160,40 @@ impl PackMxfp4<'_> {
     /// `ScaleRange` if not, `Dimension` unless rows are a multiple of 16 and k of 32, `Size` if values or scales do not fit, `Device`
     /// without memory.
     pub fn pack(self, kernels: &Kernels, stream: &Stream) -> Result<PackedWeights> {
-        let [matrices, rows, k] = self.shape;
-        let check = Checker("pack mxfp4");
-        check.size("values", matrices * rows * k / 2, self.values.len())?;
-        check.size("scales", matrices * rows * k / 32, self.scales.len())?;
+        self.check()?;
         let mut packed = PackedWeights::allocate(stream, Format::Mxfp4, self.shape, self.interleaved)?;
         let mut refused = stream.zeros::<u32>(1)?;
         let (values, scales) = (stream.input(&self.values), stream.input(&self.scales));
-        launch(kernels, stream, &mut packed, values, scales, stream.output(&mut refused.view_mut()))?;
+        let refused_out = stream.output(&mut refused.view_mut());
+        launch(&kernels.pack_mxfp4, kernels, stream, &mut packed, values, scales, refused_out)?;
         match stream.download(refused.view())?[0] {
             0 => Ok(packed),
             blocks => Err(KernelError::ScaleRange { blocks }),
         }
     }
+
+    /// Packs as bf16, without loss, and waits.
+    ///
+    /// # Errors
+    /// `Dimension` unless rows are a multiple of 16 and k of 32, `Size` if values or scales do not fit, `Device` without memory.
+    pub fn pack_as_bf16(self, kernels: &Kernels, stream: &Stream) -> Result<PackedWeights> {
+        self.check()?;
+        let mut packed = PackedWeights::allocate(stream, Format::Bf16, self.shape, self.interleaved)?;
+        let (values, scales) = (stream.input(&self.values), stream.input(&self.scales));
+        launch(&kernels.pack_bf16_from_mxfp4, kernels, stream, &mut packed, values, scales, DevicePtrMut::NULL)?;
+        stream.synchronize()?;
+        Ok(packed)
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        let ([matrices, rows, k], check) = (self.shape, Checker("pack mxfp4"));
+        check.size("values", matrices * rows * k / 2, self.values.len())?;
+        check.size("scales", matrices * rows * k / 32, self.scales.len())
+    }
 }
 
 fn launch(
+    kernel: &Kernel,
     kernels: &Kernels,
     stream: &Stream,
     packed: &mut PackedWeights,
@@ -168,10 +211,6 @@ fn launch(
         tiles: int(packed.strip_tiles()),
         interleave: i32::from(packed.interleaved),
         out: stream.output(&mut packed.bytes.view_mut()),
-    };
-    let kernel = match packed.format {
-        Format::Bf16 => &kernels.pack_bf16,
-        Format::Mxfp4 => &kernels.pack_mxfp4,
     };
     // SAFETY: one thread a word of `out`, in a strided loop; the words read lie within the matrices whose sizes were checked.
     Ok(unsafe { kernel.launch(stream, LaunchConfig::linear(kernels.multiprocessors * 8, 256), &args) }?)

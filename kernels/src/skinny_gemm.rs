@@ -69,6 +69,7 @@ pub struct Grouped<'a> {
 #[repr(C)]
 struct Args {
     weights: DevicePtr<u8>,
+    scales: DevicePtr<f32>,
     x: DevicePtr<bf16>,
     bias: DevicePtr<bf16>,
     out: u64,
@@ -89,7 +90,7 @@ struct Args {
     early_tiles: i32,
 }
 
-const _: () = assert!(size_of::<Args>() == 112);
+const _: () = assert!(size_of::<Args>() == 120);
 // SAFETY: the layout of `SkinnyArgs` in skinny_gemm.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -101,6 +102,9 @@ pub(crate) struct Variants {
     bf16_swiglu: [Kernel; 2],
     mxfp4: [Kernel; 2],
     mxfp4_swiglu: [Kernel; 2],
+    fp8: [Kernel; 2],
+    fp8_f32: [Kernel; 2],
+    fp8_swiglu: [Kernel; 2],
 }
 
 impl Variants {
@@ -114,6 +118,9 @@ impl Variants {
             bf16_swiglu: pair("skinny_bf16_n8_swiglu", "skinny_bf16_n16_swiglu")?,
             mxfp4: pair("skinny_mxfp4_n8", "skinny_mxfp4_n16")?,
             mxfp4_swiglu: pair("skinny_mxfp4_n8_swiglu", "skinny_mxfp4_n16_swiglu")?,
+            fp8: pair("skinny_fp8_n8", "skinny_fp8_n16")?,
+            fp8_f32: pair("skinny_fp8_n8_f32", "skinny_fp8_n16_f32")?,
+            fp8_swiglu: pair("skinny_fp8_n8_swiglu", "skinny_fp8_n16_swiglu")?,
         })
     }
 
@@ -125,6 +132,9 @@ impl Variants {
             (Format::Mxfp4, Output::Bf16(_)) => Some(&self.mxfp4),
             (Format::Mxfp4, Output::SwiGlu(_)) => Some(&self.mxfp4_swiglu),
             (Format::Mxfp4, Output::F32(_)) => None,
+            (Format::Fp8, Output::Bf16(_)) => Some(&self.fp8),
+            (Format::Fp8, Output::F32(_)) => Some(&self.fp8_f32),
+            (Format::Fp8, Output::SwiGlu(_)) => Some(&self.fp8_swiglu),
         }
     }
 }
@@ -155,6 +165,7 @@ impl SkinnyGemm<'_> {
         let grouped = self.routing;
         let args = Args {
             weights: stream.input(&weights.bytes.view()),
+            scales: weights.scales(stream),
             x: stream.input(&self.x),
             bias: self.bias.map_or(DevicePtr::NULL, |bias| stream.input(&bias)),
             out: match &mut self.out {
@@ -257,12 +268,13 @@ impl Plan {
         let column_tiles = if columns.tile_columns <= 8 { 1 } else { 2 };
         let groups = weights.rows.div_ceil(STRIP_ROWS * GROUP);
         let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(multiprocessors);
-        let dense = weights.matrices == 1 && format == Format::Bf16;
+        let dense = weights.matrices == 1 && format != Format::Mxfp4;
         let unit_tiles = match format {
-            _ if dense => (10..=12).min_by_key(|size| longest_range(*size) * size).expect("sizes 10 to 12"),
+            Format::Bf16 if dense => (10..=12).min_by_key(|size| longest_range(*size) * size).expect("sizes 10 to 12"),
             Format::Mxfp4 if column_tiles == 1 => 3 * PARTS,
             Format::Mxfp4 => 2 * PARTS,
-            Format::Bf16 => PARTS,
+            // One tile a warp: an FP8 warp fetches one scale a unit.
+            Format::Bf16 | Format::Fp8 => PARTS,
         }
         .min(tiles);
         let group_units = tiles.div_ceil(unit_tiles);

@@ -51,6 +51,7 @@ pub struct TileGemm<'a> {
 struct Args {
     x: TensorMap,
     weights: DevicePtr<u8>,
+    scales: DevicePtr<f32>,
     bias: DevicePtr<bf16>,
     out: u64,
     tiles: DevicePtr<[i32; 4]>,
@@ -78,6 +79,9 @@ pub(crate) struct Variants {
     bf16_swiglu: [Kernel; 4],
     mxfp4: [Kernel; 4],
     mxfp4_swiglu: [Kernel; 4],
+    fp8: [Kernel; 4],
+    fp8_f32: [Kernel; 4],
+    fp8_swiglu: [Kernel; 4],
 }
 
 impl Variants {
@@ -102,6 +106,14 @@ impl Variants {
                 "tile_mxfp4_swiglu_n128",
                 "tile_mxfp4_swiglu_n256",
             ])?,
+            fp8: widths(["tile_fp8_n32", "tile_fp8_n64", "tile_fp8_n128", "tile_fp8_n256"])?,
+            fp8_f32: widths(["tile_fp8_f32_n32", "tile_fp8_f32_n64", "tile_fp8_f32_n128", "tile_fp8_f32_n256"])?,
+            fp8_swiglu: widths([
+                "tile_fp8_swiglu_n32",
+                "tile_fp8_swiglu_n64",
+                "tile_fp8_swiglu_n128",
+                "tile_fp8_swiglu_n256",
+            ])?,
         })
     }
 
@@ -113,6 +125,9 @@ impl Variants {
             (Format::Mxfp4, Output::Bf16(_)) => Some(&self.mxfp4),
             (Format::Mxfp4, Output::SwiGlu(_)) => Some(&self.mxfp4_swiglu),
             (Format::Mxfp4, Output::F32(_)) => None,
+            (Format::Fp8, Output::Bf16(_)) => Some(&self.fp8),
+            (Format::Fp8, Output::F32(_)) => Some(&self.fp8_f32),
+            (Format::Fp8, Output::SwiGlu(_)) => Some(&self.fp8_swiglu),
         }
     }
 }
@@ -155,6 +170,7 @@ impl TileGemm<'_> {
                 Swizzle::Bytes128,
             )?,
             weights: stream.input(&weights.bytes.view()),
+            scales: weights.scales(stream),
             bias: self.bias.map_or(DevicePtr::NULL, |bias| stream.input(&bias)),
             out: match &mut self.out {
                 Output::Bf16(out) | Output::SwiGlu(out) => stream.output(out).address(),
@@ -186,7 +202,7 @@ impl TileGemm<'_> {
         let weights = self.weights;
         let columns = self.x.len() / weights.k;
         check.size("x", columns * weights.k, self.x.len())?;
-        let whole_steps = weights.format == Format::Mxfp4 || weights.k.is_multiple_of(STEP_K);
+        let whole_steps = weights.format != Format::Bf16 || weights.k.is_multiple_of(STEP_K);
         check.dimension("k", weights.k, "a multiple of 64 for bf16 weights", whole_steps)?;
         let (out_len, out_rows, swiglu) = match &self.out {
             Output::Bf16(out) => (out.len(), weights.rows, false),

@@ -10,6 +10,7 @@ mod combine;
 mod decode_attention;
 mod dispatch;
 mod embed;
+mod fp8_gemm;
 mod gpu;
 mod kv_move;
 mod mxfp4;

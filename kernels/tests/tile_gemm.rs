@@ -7,10 +7,10 @@ use model::reference;
 use crate::gpu::{BF16_ROUNDING, Gpu, Random, sum_error, widen};
 use crate::mxfp4::Mxfp4;
 
-const TOP: usize = 4;
+pub(crate) const TOP: usize = 4;
 
 /// Places of a matrix to check: its corners, the borders of tiles, and random ones. All of it would take minutes in f64.
-fn places(random: &mut Random, columns: usize, rows: usize) -> Vec<(usize, usize)> {
+pub(crate) fn places(random: &mut Random, columns: usize, rows: usize) -> Vec<(usize, usize)> {
     let edges = |len: usize| -> Vec<usize> {
         let mut edges = vec![0, 7, 8, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, len - 1];
         edges.retain(|edge| *edge < len);
@@ -24,12 +24,12 @@ fn places(random: &mut Random, columns: usize, rows: usize) -> Vec<(usize, usize
     places
 }
 
-fn dot(x: &[f32], w: &[f32]) -> (f32, f32) {
+pub(crate) fn dot(x: &[f32], w: &[f32]) -> (f32, f32) {
     let products = || x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
     (products().sum::<f64>() as f32, products().map(f64::abs).sum::<f64>() as f32)
 }
 
-fn assert_close(case: &str, place: (usize, usize), got: f32, want: f32, tolerance: f32) {
+pub(crate) fn assert_close(case: &str, place: (usize, usize), got: f32, want: f32, tolerance: f32) {
     assert!(
         (got - want).abs() <= tolerance,
         "{case} [{}, {}]: got {got}, want {want} +- {tolerance}",
@@ -187,7 +187,7 @@ fn check_experts(case: &str, picks: &[i32], num_experts: usize, tile_slots: usiz
 }
 
 /// Four distinct experts a token, unevenly spread; expert 1 gets none.
-fn picks(random: &mut Random, tokens: usize, num_experts: usize) -> Vec<i32> {
+pub(crate) fn picks(random: &mut Random, tokens: usize, num_experts: usize) -> Vec<i32> {
     let mut picks = Vec::new();
     for _ in 0..tokens {
         let mut row: Vec<i32> = Vec::new();

@@ -1,11 +1,11 @@
 // Rearranges weight matrices into the order of packed/packed.cuh, on the device, while a checkpoint is loaded.
 //
-// One thread builds one 32-bit word of the output. Reads are gathered, writes are coalesced; bound by memory, and run once.
+// MXFP4 becomes packed MXFP4, or bf16 without loss. One thread builds one 32-bit word of the output. Reads are gathered, writes are coalesced; bound by memory, and run once.
 #include "../packed/packed.cuh"
 
 struct PackArgs {
     const uint8_t* values;  // bf16 [matrices, rows, k]; or E2M1 pairs [matrices, rows, k / 2], low nibble first
-    const uint8_t* scales;  // E8M0 [matrices, rows, k / 32]; Mxfp4 only
+    const uint8_t* scales;  // E8M0 [matrices, rows, k / 32] of E2M1 values
     uint32_t* out;          // in the order of packed.cuh, matrix after matrix
     uint32_t* refused;      // number of scales outside 42..168 on blocks that are not all zero
     uint64_t words;         // of `out`
@@ -29,6 +29,23 @@ __device__ uint32_t bf16_word(const PackArgs& args, uint64_t strip, int tile, in
     const int64_t row = source_row(args, strip, g + 8 * (reg & 1));
     const int k = tile * packed::Bf16::TILE_K + step * 16 + 2 * t + 8 * (reg / 2);
     return k < args.k ? reinterpret_cast<const uint32_t*>(args.values)[(row * args.k + k) / 2] : 0;
+}
+
+// The same pair of values from MXFP4, by the definition: E2M1 times 2^(scale - 127), exact in bf16.
+__device__ uint32_t bf16_word_of_mxfp4(const PackArgs& args, uint64_t strip, int tile, int within) {
+    const int step = within / 128, lane = within / 4 % 32, reg = within % 4;
+    const int64_t row = source_row(args, strip, lane / 4 + 8 * (reg & 1));
+    const int k = tile * packed::Bf16::TILE_K + step * 16 + 2 * (lane % 4) + 8 * (reg / 2);
+    if (k >= args.k) return 0;
+    const uint32_t pair = args.values[(row * args.k + k) / 2];
+    const uint32_t exponent = args.scales[row * (args.k / 32) + k / 32];
+    const float scale = exponent == 0 ? __uint_as_float(1 << 22) : __uint_as_float(exponent << 23);
+    const auto value = [&](uint32_t nibble) {
+        const uint32_t m = nibble & 7;
+        const float magnitude = m < 2 ? 0.5f * m : (1.0f + 0.5f * (m & 1)) * (1 << (m / 2 - 1));
+        return (nibble & 8 ? -magnitude : magnitude) * scale;
+    };
+    return ptx::pack_bf16(value(pair & 0xf), value(pair >> 4));
 }
 
 __device__ uint32_t mxfp4_word(const PackArgs& args, uint64_t strip, int tile, int lane, int i) {
@@ -66,7 +83,7 @@ __device__ uint32_t mxfp4_scales(const PackArgs& args, uint64_t strip, int tile,
     return word;
 }
 
-template <class Format>
+template <class Format, bool FROM_MXFP4>
 __device__ void pack(const PackArgs& args) {
     ptx::grid_dependency_wait();
     constexpr int TILE_WORDS = Format::TILE_BYTES / 4;
@@ -82,7 +99,7 @@ __device__ void pack(const PackArgs& args) {
         const int tile = in_group / group_strips;
         const uint64_t strip = matrix * strips + group * packed::GROUP + in_group % group_strips;
         if constexpr (Format::TILE_K == packed::Bf16::TILE_K) {
-            args.out[i] = bf16_word(args, strip, tile, within);
+            args.out[i] = FROM_MXFP4 ? bf16_word_of_mxfp4(args, strip, tile, within) : bf16_word(args, strip, tile, within);
         } else {
             args.out[i] = within < 128 ? mxfp4_word(args, strip, tile, within / 4, within % 4)
                                        : mxfp4_scales(args, strip, tile, within - 128);
@@ -93,8 +110,11 @@ __device__ void pack(const PackArgs& args) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(256) pack_bf16(const __grid_constant__ PackArgs args) {
-    pack<packed::Bf16>(args);
+    pack<packed::Bf16, false>(args);
 }
 extern "C" __global__ void __launch_bounds__(256) pack_mxfp4(const __grid_constant__ PackArgs args) {
-    pack<packed::Mxfp4>(args);
+    pack<packed::Mxfp4, true>(args);
+}
+extern "C" __global__ void __launch_bounds__(256) pack_bf16_from_mxfp4(const __grid_constant__ PackArgs args) {
+    pack<packed::Bf16, true>(args);
 }

@@ -8,6 +8,7 @@
 //   Bf16   16 x 32 values, 1024 bytes: [k16 step][lane] of 16 bytes {a0, a1, a2, a3}.
 //   Mxfp4  16 x 64 values, 544 bytes: [lane] of 16 bytes {row g block 0, row g+8 block 0, row g block 1, row g+8 block 1}, each
 //          word 8 values of one 32-block: k = 8j + 2t + h for j = 0..3, h = 0, 1; then [g] of 4 scale bytes in the same order.
+//   Fp8    fp8.cuh
 //
 // A word of Mxfp4 has value (j, h) in half h, its sign and magnitude where shifts bring both to a bf16's sign, low exponent and high
 // mantissa bits: j: sign bit / magnitude bits = 0: 15 / 8..6, 1: 12 / 5..3, 2: 14 / 2..0, 3: 13 / 11..9. Read so, E2M1 is a bf16 2^126
@@ -38,6 +39,7 @@ __device__ __forceinline__ uint4 activation(const uint4* x, int block, int colum
 struct Bf16 {
     static constexpr int TILE_K = 32, BLOCKS = TILE_K / BLOCK_K;
     static constexpr int TILE_BYTES = 1024;
+    static constexpr bool BLOCK_SCALES = false;
 
     struct Tile {
         uint32_t a[2][4];  // fragments by k16 step
@@ -88,6 +90,7 @@ __device__ __forceinline__ void expand_e2m1(uint32_t word, uint32_t (&out)[4]) {
 struct Mxfp4 {
     static constexpr int TILE_K = 64, BLOCKS = TILE_K / BLOCK_K;
     static constexpr int TILE_BYTES = 544;
+    static constexpr bool BLOCK_SCALES = false;
 
     struct Tile {
         uint32_t a[4][4];       // fragments by k16 step

@@ -1,6 +1,6 @@
 // out[s, r] = epilogue(sum_k x[row(s), k] * W[expert(s)][r, k] + bias[expert(s)][r]) for few columns s (tokens or slots) a matrix.
 //
-//   weights  packed (packed/packed.cuh), bf16 or MXFP4, one matrix or one an expert
+//   weights  packed (packed/packed.cuh, packed/fp8.cuh), bf16, MXFP4 or FP8, one matrix or one an expert
 //   x        [rows, k] bf16 row-major; row(s) = gather[s], or s
 //   out      [slots, rows of W] bf16 or f32; or [slots, rows / 2] bf16 after clamped SwiGLU
 //
@@ -20,9 +20,11 @@
 //
 // Shared memory: stages; partial sums 8 x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
 #include "../packed/epilogue.cuh"
+#include "../packed/fp8.cuh"
 
 struct SkinnyArgs {
     const uint8_t* weights;
+    const float* scales;         // of blocks of 128 x 128; Fp8 only
     const __nv_bfloat16* x;
     const __nv_bfloat16* bias;   // [experts, rows of W], or null
     void* out;
@@ -42,7 +44,7 @@ struct SkinnyArgs {
     int32_t stages;
     int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
 };
-static_assert(sizeof(SkinnyArgs) == 112);
+static_assert(sizeof(SkinnyArgs) == 120);
 
 namespace {
 
@@ -171,6 +173,12 @@ __device__ void load_activations(const SkinnyArgs& args, const int4& tile, int f
     }
 }
 
+// The scale of tile `tile` along k of a unit's 64 rows.
+__device__ __forceinline__ float block_scale(const SkinnyArgs& args, int expert, int group, int tile) {
+    const int k_blocks = (args.strip_tiles + 1) / 2, row_blocks = (args.groups + 1) / 2;
+    return __ldg(args.scales + (expert * row_blocks + group / 2) * k_blocks + min(tile, args.strip_tiles - 1) / 2);
+}
+
 template <class Format, int NT>
 __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_t* ring, uint4* x, float4* sums,
                         Barriers& barriers) {
@@ -196,6 +204,10 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
         const int strip = unit.group * GROUP + 2 * pair;  // strips come in pairs or, at the end of a matrix, one alone
         const int strips = min(GROUP, args.strips - unit.group * GROUP);
         const uint8_t* low = ring + (stage * GROUP * args.unit_tiles + 2 * pair) * Format::TILE_BYTES;
+        float scale = 1.0f;  // fetched before the weights are waited for; a unit of Fp8 has at most one tile a warp
+        if constexpr (Format::BLOCK_SCALES) {
+            scale = block_scale(args, tile_of(args, unit.tile).x, unit.group, unit.part * args.unit_tiles + my_part);
+        }
         ptx::mbarrier_wait(&barriers.full[stage], phase);
         const auto multiply = [&](int strips) {
             const uint8_t* at = low + my_part * strips * Format::TILE_BYTES;
@@ -215,7 +227,12 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
                     const auto weights = Format::load(at + s * Format::TILE_BYTES, lane);
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
-                        if (n == 0 || n < live) Format::accumulate(weights, columns[n], acc[s][n]);
+                        if (n > 0 && n >= live) continue;
+                        if constexpr (Format::BLOCK_SCALES) {
+                            Format::accumulate(weights, columns[n], scale, acc[s][n]);
+                        } else {
+                            Format::accumulate(weights, columns[n], acc[s][n]);
+                        }
                     }
                 }
                 at += PARTS * strips * Format::TILE_BYTES;
@@ -426,3 +443,9 @@ SKINNY_GEMM(skinny_mxfp4_n8, Mxfp4, 1, BF16)
 SKINNY_GEMM(skinny_mxfp4_n16, Mxfp4, 2, BF16)
 SKINNY_GEMM(skinny_mxfp4_n8_swiglu, Mxfp4, 1, SWIGLU)
 SKINNY_GEMM(skinny_mxfp4_n16_swiglu, Mxfp4, 2, SWIGLU)
+SKINNY_GEMM(skinny_fp8_n8, Fp8, 1, BF16)
+SKINNY_GEMM(skinny_fp8_n16, Fp8, 2, BF16)
+SKINNY_GEMM(skinny_fp8_n8_f32, Fp8, 1, F32)
+SKINNY_GEMM(skinny_fp8_n16_f32, Fp8, 2, F32)
+SKINNY_GEMM(skinny_fp8_n8_swiglu, Fp8, 1, SWIGLU)
+SKINNY_GEMM(skinny_fp8_n16_swiglu, Fp8, 2, SWIGLU)

@@ -1,6 +1,6 @@
 // out[s, r] = epilogue(sum_k x[s, k] * W[expert(s)][r, k] + bias[expert(s)][r]) for many columns s (tokens or slots) a matrix.
 //
-//   weights  packed (packed/packed.cuh), bf16 or MXFP4, one matrix or one an expert: the same memory as skinny_gemm streams
+//   weights  packed (packed/packed.cuh, packed/fp8.cuh), bf16, MXFP4 or FP8, one matrix or one an expert: as skinny_gemm streams them
 //   x        [columns, k] bf16 row-major, by tensor map; an expert's rows lie together
 //   out      [columns, rows of W] bf16 or f32; or [columns, rows / 2] bf16 after clamped SwiGLU
 //
@@ -9,13 +9,16 @@
 // producer warpgroup, of which a thread in each of three warps works: each keeps its own kind of copy for `stages` steps of 64 along k in
 // flight, across tiles, so that an epilogue hides the next tile's start. (One thread for all could not issue them fast enough.)
 //
-// Experts' tiles may have any number of columns: what one lacks of NT is neither fetched nor multiplied, in steps of NT / 4.
+// Tiles of MXFP4 experts may have any number of columns: what one lacks of NT is neither fetched nor multiplied, in steps of NT / 4.
 //
 // With few tiles, k is split: partial sums go through global memory, and whoever arrives last adds them up in order.
 // The weights do not depend on the preceding kernel: their copies start before the grid dependency is met.
 //
-// Shared memory: a step takes 128 NT bytes of activations and 8 strips of 2048 (bf16) or 544 (MXFP4) bytes.
+// Shared memory: a step takes 128 NT bytes of activations and 8 strips of 2048 (bf16), 1024 (FP8) or 544 (MXFP4) bytes.
+#include <type_traits>
+
 #include "../packed/epilogue.cuh"
+#include "../packed/fp8.cuh"
 #include "../ptx/wgmma.cuh"
 
 struct alignas(128) TensorMap {
@@ -25,6 +28,7 @@ struct alignas(128) TensorMap {
 struct TileArgs {
     TensorMap x;
     const uint8_t* weights;
+    const float* scales;        // of blocks of 128 x 128; Fp8 only
     const __nv_bfloat16* bias;  // [experts, rows of W], or null
     void* out;
     const int4* tiles;          // {expert, first column, columns, 0}; null: runs of NT of all `columns`
@@ -51,7 +55,7 @@ template <int NT>
 constexpr int PRODUCER_REGISTERS = 40;
 // Columns by which a tile may be narrower: rows of a box of x.
 template <class Format, int NT>
-constexpr int BOX = Format::TILE_K == packed::Mxfp4::TILE_K ? NT / 4 : NT;
+constexpr int BOX = std::is_same_v<Format, packed::Mxfp4> ? NT / 4 : NT;
 template <int NT>
 constexpr int CONSUMER_REGISTERS = NT <= 64 ? 96 : 232;
 
@@ -203,18 +207,25 @@ struct Position {
     }
 };
 
-// acc += the products of `left` steps from `at` on. `tile_stride`: from one k-tile of this warp's strip to the next.
+// acc += the products of `left` steps from `at` on. `tile_stride`: from one k-tile of this warp's strip to the next. `scales`: of
+// this tile's blocks of rows, from step `step` on; Fp8 only.
 //
 // Many columns: a step's products take long enough to unpack the next step's fragments beside them, into a second set of registers.
 // Few columns: a batch of DEPTH steps is unpacked, then multiplied; other warps fill the gaps.
 template <class Format, int NT, int COLUMNS>
 __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers, int tile_stride,
-                         int left, Position& at, float (&acc)[COLUMNS / 2]) {
+                         const float* scales, int step, int left, Position& at, float (&acc)[COLUMNS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_group = warp % packed::GROUP;
     const auto unpack = [&](const Position& position, uint32_t(&a)[4][4]) {
+        float scale = 1.0f;
+        if constexpr (Format::BLOCK_SCALES) scale = __ldg(scales + step++ / 2);
         ptx::mbarrier_wait(&barriers.full[position.stage], position.phase);
         const uint8_t* group = weights + (position.stage * STRIPS + warp - in_group) * STEP_BYTES<Format>;
-        Format::scaled_fragments(group + in_group * Format::TILE_BYTES, tile_stride, lane, a);
+        if constexpr (Format::BLOCK_SCALES) {
+            Format::scaled_fragments(group + in_group * Format::TILE_BYTES, lane, scale, a);
+        } else {
+            Format::scaled_fragments(group + in_group * Format::TILE_BYTES, tile_stride, lane, a);
+        }
     };
     const auto issue = [&](const Position& position, const uint32_t(&a)[4][4]) {
         const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(x) + position.stage * NT * 128);
@@ -282,7 +293,9 @@ __device__ void compute(const TileArgs& args, const Work& work, int index, const
     float acc[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.0f;
-    multiply<Format, NT, COLUMNS>(args, x, weights, barriers, tile_stride, work.last_step - work.first_step, at, acc);
+    const float* scales = args.scales + (work.tile.x * args.row_blocks + work.row_block) * ((args.steps + 1) / 2);
+    multiply<Format, NT, COLUMNS>(args, x, weights, barriers, tile_stride, scales, work.first_step,
+                                  work.last_step - work.first_step, at, acc);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) ptx::pin(acc[i]);
     if (args.splits == 1 || join_splits<NT, COLUMNS>(args, work, index, acc)) {
@@ -358,3 +371,6 @@ TILE_GEMM_WIDTHS(tile_bf16_f32, Bf16, F32)
 TILE_GEMM_WIDTHS(tile_bf16_swiglu, Bf16, SWIGLU)
 TILE_GEMM_WIDTHS(tile_mxfp4, Mxfp4, BF16)
 TILE_GEMM_WIDTHS(tile_mxfp4_swiglu, Mxfp4, SWIGLU)
+TILE_GEMM_WIDTHS(tile_fp8, Fp8, BF16)
+TILE_GEMM_WIDTHS(tile_fp8_f32, Fp8, F32)
+TILE_GEMM_WIDTHS(tile_fp8_swiglu, Fp8, SWIGLU)

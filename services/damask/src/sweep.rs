@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use engine::cuda::Weights;
 use engine::sweep::{Sweep, SweepOptions, sweep};
-use model::{Checkpoint, RandomModel, ReleasedShape};
+use model::{Checkpoint, DenseFormat, ExpertFormat, RandomModel, ReleasedShape, WeightScheme};
 use types::ParallelLayout;
 
 /// Measure prefill by prompt length and decode steps by batch and context.
@@ -23,6 +23,12 @@ pub(crate) struct SweepArgs {
     /// Model directory with config.json and safetensors.
     #[arg(long, conflicts_with = "shape")]
     model: Option<PathBuf>,
+    /// How experts are held: mxfp4, fp8 or bf16 [default: as stored].
+    #[arg(long = "weights")]
+    experts: Option<ExpertFormat>,
+    /// How attention's matrices and the head are held: bf16 or fp8 [default: as stored].
+    #[arg(long)]
+    dense: Option<DenseFormat>,
     /// Tensor parallelism, one GPU a rank.
     #[arg(long, default_value_t = 1)]
     tp: u32,
@@ -60,8 +66,12 @@ impl SweepArgs {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let (weights, model) = self.weights()?;
         let layout = ParallelLayout { tp: self.tp, ep: self.ep, dp: self.dp };
+        let stored = weights.config().stored;
+        let scheme =
+            WeightScheme { experts: self.experts.unwrap_or(stored.experts), dense: self.dense.unwrap_or(stored.dense) };
         let options = SweepOptions {
             layout,
+            scheme,
             chunk: self.chunk,
             prompts: list(&self.prompts).context("--prompts")?,
             batches: list(&self.batches).context("--batches")?,

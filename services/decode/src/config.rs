@@ -11,7 +11,8 @@ use transfer::TransferConfig;
 use types::{ParallelLayout, Role};
 use worker::config::{GPU_MEMORY_SHARE, validate_layout, validate_memory_share, validate_name};
 use worker::{
-    Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WorkerError,
+    Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WeightsConfig,
+    WorkerError,
 };
 
 /// One decode worker. Defaults are those of the CPU engine.
@@ -37,6 +38,8 @@ pub struct Config {
     pub layout: ParallelLayout,
     /// Rounding.
     pub numerics: NumericsConfig,
+    /// How weights are held: experts `auto`, `mxfp4`, `fp8` or `bf16`; dense `auto`, `bf16` or `fp8`.
+    pub weights: WeightsConfig,
     /// Positions a KV page holds; the same on prefill.
     pub page_tokens: u32,
     /// Most positions of one sequence, prompt and answer together.
@@ -84,6 +87,7 @@ impl Default for Config {
             backend: Backend::Auto,
             layout: ParallelLayout { tp: 4, ep: 4, dp: 1 },
             numerics: NumericsConfig::default(),
+            weights: WeightsConfig::default(),
             page_tokens: 16,
             max_context_tokens: 8_192,
             max_sequences: 32,
@@ -165,6 +169,7 @@ impl Config {
             layout: self.layout,
             ranks_per_gpu: self.ranks_per_gpu,
             numerics: self.numerics,
+            weights: self.weights.resolve(model.stored)?,
             page_tokens: self.page_tokens,
             full_pages: scheduler.full_pages,
             window_pages: scheduler.window_pages,

@@ -55,7 +55,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         role: Role::Decode,
         fingerprint: model.fingerprint().clone(),
         weights_fingerprint: model.weights_fingerprint(),
-        numerics: config.numerics.to_string(),
+        numerics: sizes.engine.numerics(),
         kv_layout: layout.clone(),
         parallel: config.layout,
         max_context_tokens: config.max_context_tokens,

@@ -9,7 +9,8 @@ use transfer::TransferConfig;
 use types::{KvLayout, ParallelLayout, Role};
 use worker::config::{GPU_MEMORY_SHARE, validate_layout, validate_memory_share, validate_name};
 use worker::{
-    Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WorkerError,
+    Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WeightsConfig,
+    WorkerError,
 };
 
 /// One prefill worker. Defaults are those of the CPU engine.
@@ -30,6 +31,8 @@ pub struct Config {
     pub layout: ParallelLayout,
     /// Rounding.
     pub numerics: NumericsConfig,
+    /// How weights are held: experts `auto`, `mxfp4`, `fp8` or `bf16`; dense `auto`, `bf16` or `fp8`.
+    pub weights: WeightsConfig,
     /// Positions a KV page holds; the same on decode.
     pub page_tokens: u32,
     /// Most positions of one sequence, prompt and answer together.
@@ -71,6 +74,7 @@ impl Default for Config {
             backend: Backend::Auto,
             layout: ParallelLayout::tp(2),
             numerics: NumericsConfig::default(),
+            weights: WeightsConfig::default(),
             page_tokens: 16,
             max_context_tokens: 8_192,
             chunk_tokens: 256,
@@ -147,6 +151,7 @@ impl Config {
             layout: self.layout,
             ranks_per_gpu: self.ranks_per_gpu,
             numerics: self.numerics,
+            weights: self.weights.resolve(model.stored)?,
             page_tokens: self.page_tokens,
             full_pages: scheduler.full_pages,
             window_pages: scheduler.window_pages,

@@ -23,7 +23,7 @@ use transfer::host::HostSender;
 use transfer::{Lanes, SendTransport};
 use types::{KvLayout, Role, WorkerDescription};
 use wire::pb::prefill_server::PrefillServer;
-use worker::{NetworkConnector, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, step_loop};
+use worker::{EngineConfig, NetworkConnector, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, step_loop};
 
 pub use config::Config;
 pub use error::PrefillError;
@@ -62,7 +62,7 @@ async fn run_with_lanes(
 
     let admin = runtime.bind("admin", &config.admin_listen).await?;
     let listener = runtime.bind("grpc", &config.listen).await?;
-    let description = Arc::new(describe(&config, &model, &layout, &runtime));
+    let description = Arc::new(describe(&config, &sizes.engine, &model, &layout, &runtime));
     let (mailbox, inbox) = step_loop::mailbox(&config.step_loop);
     let transport = HostSender::new(
         Arc::new(NetworkConnector(Arc::clone(&runtime.network))),
@@ -127,13 +127,19 @@ async fn run_with_lanes(
     runtime.run(step_loop, &config.step_loop, on_drain).await
 }
 
-fn describe(config: &Config, model: &OpenModel, layout: &KvLayout, runtime: &Runtime) -> WorkerDescription {
+fn describe(
+    config: &Config,
+    engine: &EngineConfig,
+    model: &OpenModel,
+    layout: &KvLayout,
+    runtime: &Runtime,
+) -> WorkerDescription {
     WorkerDescription {
         peer: runtime.peer.clone(),
         role: Role::Prefill,
         fingerprint: model.fingerprint().clone(),
         weights_fingerprint: model.weights_fingerprint(),
-        numerics: config.numerics.to_string(),
+        numerics: engine.numerics(),
         kv_layout: layout.clone(),
         parallel: config.layout,
         max_context_tokens: config.max_context_tokens,

@@ -2,14 +2,15 @@
 //! shape.
 //!
 //! `cargo bench -p engine --features cuda --bench sweep -- --shape 20b --out DIR [--chunk 8192] [--tp N] [--ep N] [--kv fp8]
-//! [--prompts 1024,8192] [--batches 1,8] [--contexts 1024]` writes DIR/20b.{md,csv,json}, with several GPUs DIR/20b-epE-tpN. What is measured, and how: `engine::sweep`.
+//! [--weights mxfp4|fp8|bf16] [--dense bf16|fp8] [--prompts 1024,8192] [--batches 1,8] [--contexts 1024]` writes DIR/20b.{md,csv,json},
+//! with several GPUs DIR/20b-epE-tpN. What is measured, and how: `engine::sweep`.
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use engine::cuda::{self, Weights};
 use engine::sweep::{SweepOptions, sweep};
-use model::ReleasedShape;
+use model::{ReleasedShape, WeightScheme};
 use types::{KvDtype, ParallelLayout};
 
 struct Arguments {
@@ -19,6 +20,7 @@ struct Arguments {
     chunk: Option<usize>,
     layout: ParallelLayout,
     kv_dtype: KvDtype,
+    scheme: WeightScheme,
     /// Instead of the standard cells.
     prompts: Option<Vec<usize>>,
     batches: Option<Vec<usize>>,
@@ -35,6 +37,7 @@ fn numbers(words: &mut impl Iterator<Item = String>) -> Result<Option<Vec<usize>
 fn arguments() -> Result<Option<Arguments>> {
     let (mut shape, mut out, mut chunk, mut layout) = (None, None, None, ParallelLayout::tp(1));
     let (mut prompts, mut batches, mut contexts, mut kv_dtype) = (None, None, None, KvDtype::Bf16);
+    let mut scheme = WeightScheme::default();
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match word.as_str() {
@@ -51,16 +54,19 @@ fn arguments() -> Result<Option<Arguments>> {
             "--prompts" => prompts = numbers(&mut words)?,
             "--batches" => batches = numbers(&mut words)?,
             "--contexts" => contexts = numbers(&mut words)?,
+            "--weights" => scheme.experts = words.next().context("--weights takes a format")?.parse()?,
+            "--dense" => scheme.dense = words.next().context("--dense takes a format")?.parse()?,
             "--bench" => {} // cargo bench adds it
             other => bail!("unknown argument {other}"),
         }
     }
-    let rest = |(shape, out)| Arguments { shape, out, chunk, layout, kv_dtype, prompts, batches, contexts };
+    let rest = |(shape, out)| Arguments { shape, out, chunk, layout, kv_dtype, scheme, prompts, batches, contexts };
     Ok(shape.zip(out).map(rest))
 }
 
 fn main() -> Result<()> {
-    let Some(Arguments { shape, out, chunk, layout, kv_dtype, prompts, batches, contexts }) = arguments()? else {
+    let Some(Arguments { shape, out, chunk, layout, kv_dtype, scheme, prompts, batches, contexts }) = arguments()?
+    else {
         println!("nothing to do without --shape 20b|120b and --out DIR");
         return Ok(());
     };
@@ -68,8 +74,10 @@ fn main() -> Result<()> {
         println!("skipped: {error}");
         return Ok(());
     }
-    let mut options = SweepOptions::standard(format!("gpt-oss-{shape}-random mxfp4 bf16, cache {}", kv_dtype.name()));
-    options.kv_dtype = kv_dtype;
+    let WeightScheme { experts, dense } = scheme;
+    let model = format!("gpt-oss-{shape}-random {experts} {dense}, cache {}", kv_dtype.name());
+    let mut options = SweepOptions::standard(model);
+    (options.kv_dtype, options.scheme) = (kv_dtype, scheme);
     let ParallelLayout { tp, ep, .. } = layout;
     let name = if tp == 1 { shape.to_string() } else { format!("{shape}-ep{ep}-tp{tp}") };
     options.layout = layout;

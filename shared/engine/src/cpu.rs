@@ -24,7 +24,7 @@ mod weights;
 use std::ops::Range;
 use std::sync::Arc;
 
-use model::{Checkpoint, ModelConfig, ShardPlan, load_rank};
+use model::{Checkpoint, ModelConfig, ShardPlan, WeightScheme, load_rank_as};
 use types::{KvDtype, KvLayout, ParallelLayout, SlotGroups, TokenId};
 
 use crate::fault::Fault;
@@ -67,6 +67,8 @@ pub struct CpuOptions {
     pub layout: ParallelLayout,
     /// Where to round.
     pub numerics: Numerics,
+    /// Weights that this says are FP8 are rounded to it; all are computed with as bf16 values.
+    pub scheme: WeightScheme,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
     /// Positions a page holds.
@@ -131,7 +133,8 @@ pub fn build_group(
     tracing::debug!(layout = %options.layout, vector_unit = crate::simd::Simd::detect().name(), "building cpu engine");
     EngineGroup::start("engine", ranks, layout, fault, move |rank| {
         let plan = &plans[rank as usize];
-        let weights = load(&checkpoint, plan, &|done, total| progress(LoadProgress { rank, done, total }))?;
+        let report = |done, total| progress(LoadProgress { rank, done, total });
+        let weights = load(&checkpoint, plan, options.scheme, &report)?;
         let link = |exchange: &Arc<Exchange>| Link::new(plan.rank, exchange.clone());
         let links = Links { group: link(&groups[plan.dp_rank]), world: link(&world) };
         Ok(CpuRank::new(checkpoint.config(), plan.clone(), weights, (&options, slots), links, listener.clone()))
@@ -139,9 +142,14 @@ pub fn build_group(
 }
 
 /// Reads and packs one rank's weights.
-fn load(checkpoint: &Checkpoint, plan: &ShardPlan, progress: &dyn Fn(u64, u64)) -> Result<PackedWeights, EngineError> {
+fn load(
+    checkpoint: &Checkpoint,
+    plan: &ShardPlan,
+    scheme: WeightScheme,
+    progress: &dyn Fn(u64, u64),
+) -> Result<PackedWeights, EngineError> {
     let read_bytes = model::rank_weights::rank_bytes(checkpoint.config(), plan);
-    let weights = load_rank(checkpoint, plan, &|done, _| progress(done, 2 * read_bytes))?;
+    let weights = load_rank_as(checkpoint, plan, scheme, &|done, _| progress(done, 2 * read_bytes))?;
     let layers = weights.layers.len() as u64;
     let packed = |layer: usize| progress(read_bytes + read_bytes * layer as u64 / layers, 2 * read_bytes);
     Ok(PackedWeights::pack(checkpoint, weights, &packed))
@@ -150,6 +158,9 @@ fn load(checkpoint: &Checkpoint, plan: &ShardPlan, progress: &dyn Fn(u64, u64)) 
 fn check(config: &ModelConfig, options: &CpuOptions) -> Result<SlotGroups, EngineError> {
     let lanes = crate::simd::LANES;
     let fail = |reason: String| Err(EngineError::Setup(reason));
+    if let Some(obstacle) = options.scheme.obstacle(config.stored) {
+        return fail(obstacle);
+    }
     if config.head_dim != attention::HEAD_DIM {
         return fail(format!("head_dim is {}, the cpu engine computes {}", config.head_dim, attention::HEAD_DIM));
     }

@@ -1,8 +1,8 @@
 //! The CUDA engine: gpt-oss on NVIDIA GPUs of compute capability 9.0, one thread a rank, and one GPU unless ranks are told to
 //! share.
 //!
-//! Weights stay as released (MXFP4 experts, bf16 rest), rearranged once for the tensor cores; keys and values are bf16,
-//! or E4M3 without scales.
+//! Weights stay as stored (MXFP4 experts, bf16 rest as released), or are made FP8 or bf16 on the device while they are
+//! loaded, and are rearranged once for the tensor cores; keys and values are bf16, or E4M3 without scales.
 //! A step is enqueued and not waited for: slots, page tables and sampling state live on the device, and the next step
 //! reads the last tokens there. Steps that only decode are CUDA graphs, one for each batch bucket; everything else is
 //! enqueued kernel by kernel. Nothing is allocated in a step. All ranks get the logits of the whole vocabulary and draw from
@@ -38,7 +38,7 @@ use std::sync::Arc;
 
 use device::Device;
 use kernels::KernelError;
-use model::{Checkpoint, ModelConfig, ShardPlan, load_rank, rank_bytes};
+use model::{Checkpoint, ModelConfig, ShardPlan, WeightScheme, load_rank, rank_bytes};
 use types::{KvDtype, KvLayout, ParallelLayout, TokenId};
 
 pub use crate::cpu::LoadProgress;
@@ -66,6 +66,8 @@ const COMPUTE_CAPABILITY: (u32, u32) = (9, 0);
 pub struct CudaOptions {
     /// How the model is spread. Attention groups (dp) are one so far.
     pub layout: ParallelLayout,
+    /// How matrices are held.
+    pub scheme: WeightScheme,
     /// Rounding of the weights with which the chosen experts are added, and of the router's logits.
     pub routing: Precision,
     /// Element type of the KV cache: bf16 or fp8.
@@ -179,7 +181,7 @@ pub fn build_group(
         let mut gpu = Gpu::open(options.devices[rank as usize])?;
         check_capability(&gpu.stream.device())?;
         let report = |done, total| progress(LoadProgress { rank, done, total });
-        let weights = load(&weights, &config, plan, &mut gpu, &report)?;
+        let weights = load(&weights, &config, plan, options.scheme, &mut gpu, &report)?;
         CudaRank::new(&config, plan.clone(), gpu, weights, &options, &meeting, listener.clone())
     })
 }
@@ -195,6 +197,7 @@ fn load(
     source: &Weights,
     config: &ModelConfig,
     plan: &ShardPlan,
+    scheme: WeightScheme,
     gpu: &mut Gpu,
     report: &dyn Fn(u64, u64),
 ) -> Result<Loaded, EngineError> {
@@ -202,7 +205,7 @@ fn load(
     let build = |tensors: &mut dyn TensorSource, gpu: &Gpu, before: u64| {
         let layers = config.num_layers as u64;
         let packed = |layer: usize| report(before + bytes * layer as u64 / layers, before + bytes);
-        DeviceWeights::build(config, plan, gpu, tensors, &packed)
+        DeviceWeights::build(config, plan, scheme, gpu, tensors, &packed)
     };
     match source {
         Weights::Checkpoint(checkpoint) => {
@@ -228,8 +231,8 @@ fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError>
         let devices = options.devices.len();
         return fail(format!("layout {layout} has {} ranks, devices are named for {devices}", layout.ranks()));
     }
-    if !config.stored.is_released() {
-        return fail(format!("the checkpoint has {}; the cuda engine takes released ones", config.stored));
+    if let Some(obstacle) = options.scheme.obstacle(config.stored) {
+        return fail(obstacle);
     }
     if config.head_dim != HEAD_DIM {
         return fail(format!("head_dim is {}, the kernels are built for {HEAD_DIM}", config.head_dim));

@@ -1,13 +1,15 @@
-//! Lower bounds of a step's time, with MXFP4 experts and everything else in bf16: what each GPU must read, at the rate at
+//! Lower bounds of a step's time, with weights held as the config says and everything else in bf16: what each GPU must read, at the rate at
 //! which memory can be read, or what it must compute, at the rate of the tensor cores, whichever takes longer; and with
 //! several GPUs two sums over them a layer. Floors, not forecasts: no gaps between kernels, routing uniform and
 //! independent.
 
-use model::{LayerKind, ModelConfig};
+use model::{DenseFormat, ExpertFormat, LayerKind, ModelConfig};
 
 /// Bytes of an MXFP4 weight: 4 bits, and one scale byte for 32 weights.
 const MXFP4_BYTES: f64 = 4.25 / 8.0;
 const BF16_BYTES: f64 = 2.0;
+/// Bytes of an FP8 weight; the scales of 128 x 128 are less than a thousandth.
+const FP8_BYTES: f64 = 1.0;
 
 /// What a GPU can do.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -16,6 +18,8 @@ pub struct Machine {
     pub bytes_per_s: f64,
     /// bf16 products on the tensor cores.
     pub flops_per_s: f64,
+    /// FP8 products on them.
+    pub fp8_flops_per_s: f64,
     /// Causal attention, head dimension 64.
     pub attention_flops_per_s: f64,
 }
@@ -24,7 +28,7 @@ impl Machine {
     /// An H200 whose memory was measured at `bytes_per_s`, with what large products and attention achieve at best.
     #[must_use]
     pub const fn h200(bytes_per_s: f64) -> Self {
-        Self { bytes_per_s, flops_per_s: 790e12, attention_flops_per_s: 500e12 }
+        Self { bytes_per_s, flops_per_s: 790e12, fp8_flops_per_s: 1400e12, attention_flops_per_s: 500e12 }
     }
 }
 
@@ -105,7 +109,31 @@ fn expert_weights(config: &ModelConfig) -> f64 {
 }
 
 fn head_bytes(config: &ModelConfig) -> f64 {
-    (config.vocab_size * config.hidden_size) as f64 * BF16_BYTES
+    (config.vocab_size * config.hidden_size) as f64 * dense_bytes(config)
+}
+
+/// Bytes of a weight of attention or the head.
+fn dense_bytes(config: &ModelConfig) -> f64 {
+    if config.stored.dense == DenseFormat::Fp8 { FP8_BYTES } else { BF16_BYTES }
+}
+
+/// Bytes of an expert's weight.
+fn expert_bytes_each(config: &ModelConfig) -> f64 {
+    match config.stored.experts {
+        ExpertFormat::Mxfp4 => MXFP4_BYTES,
+        ExpertFormat::Fp8 => FP8_BYTES,
+        ExpertFormat::Bf16 => BF16_BYTES,
+    }
+}
+
+impl Machine {
+    fn dense_flops_per_s(&self, config: &ModelConfig) -> f64 {
+        if config.stored.dense == DenseFormat::Fp8 { self.fp8_flops_per_s } else { self.flops_per_s }
+    }
+
+    fn expert_flops_per_s(&self, config: &ModelConfig) -> f64 {
+        if config.stored.experts == ExpertFormat::Fp8 { self.fp8_flops_per_s } else { self.flops_per_s }
+    }
 }
 
 fn count(config: &ModelConfig, kind: LayerKind) -> f64 {
@@ -153,7 +181,7 @@ pub fn decode(config: &ModelConfig, machine: &Machine, group: &Group, batch: usi
     let (layers, tokens, ranks) = (config.num_layers as f64, batch as f64, group.ranks as f64);
     let (dense, expert) = (dense_weights(config) / ranks, expert_weights(config));
     let router = (config.hidden_size * config.num_experts) as f64 * BF16_BYTES;
-    let expert_bytes = group.experts(config, batch) * expert * MXFP4_BYTES;
+    let expert_bytes = group.experts(config, batch) * expert * expert_bytes_each(config);
     let expert_flops = 2.0 * tokens * config.experts_per_token as f64 * expert / ranks;
     let dense_flops = 2.0 * tokens * dense;
     let key_bytes = 2.0 * config.kv_width() as f64 * BF16_BYTES / ranks;
@@ -161,12 +189,15 @@ pub fn decode(config: &ModelConfig, machine: &Machine, group: &Group, batch: usi
         + count(config, LayerKind::Sliding) * context.min(config.window) as f64;
     let kv_bytes = tokens * key_bytes * keys;
     let head_bytes = head_bytes(config) / ranks;
-    let time = |bytes: f64, flops: f64| (bytes / machine.bytes_per_s).max(flops / machine.flops_per_s);
+    let time = |bytes: f64, flops: f64, rate: f64| (bytes / machine.bytes_per_s).max(flops / rate);
+    let (dense_rate, expert_rate) = (machine.dense_flops_per_s(config), machine.expert_flops_per_s(config));
     let sums = 2.0 * group.all_reduce(tokens * config.hidden_size as f64 * BF16_BYTES);
-    let layer =
-        time(expert_bytes, expert_flops) + time(dense * BF16_BYTES, dense_flops) + router / machine.bytes_per_s + sums;
+    let layer = time(expert_bytes, expert_flops, expert_rate)
+        + time(dense * dense_bytes(config), dense_flops, dense_rate)
+        + router / machine.bytes_per_s
+        + sums;
     Bound {
-        bytes: layers * (expert_bytes + dense * BF16_BYTES + router) + kv_bytes + head_bytes,
+        bytes: layers * (expert_bytes + dense * dense_bytes(config) + router) + kv_bytes + head_bytes,
         flops: layers * (expert_flops + dense_flops) + 4.0 * tokens * config.q_width() as f64 / ranks * keys,
         seconds: layers * layer + (kv_bytes + head_bytes) / machine.bytes_per_s,
     }
@@ -178,8 +209,9 @@ pub fn prefill(config: &ModelConfig, machine: &Machine, group: &Group, tokens: u
     let (layers, n, ranks) = (config.num_layers as f64, tokens as f64, group.ranks as f64);
     let (dense, expert, top) = (dense_weights(config) / ranks, expert_weights(config), config.experts_per_token as f64);
     let (hidden, units) = (config.hidden_size as f64, config.intermediate_size as f64);
-    let time = |bytes: f64, flops: f64| (bytes / machine.bytes_per_s).max(flops / machine.flops_per_s);
-    let expert_bytes = group.experts(config, tokens) * expert * MXFP4_BYTES;
+    let time = |bytes: f64, flops: f64, rate: f64| (bytes / machine.bytes_per_s).max(flops / rate);
+    let (dense_rate, expert_rate) = (machine.dense_flops_per_s(config), machine.expert_flops_per_s(config));
+    let expert_bytes = group.experts(config, tokens) * expert * expert_bytes_each(config);
     let (dense_flops, expert_flops) = (2.0 * n * dense, 2.0 * n * top * expert / ranks);
     // The residual stream and the activations pass through memory between kernels.
     let widths = (config.q_width() + 2 * config.kv_width()) as f64 / ranks;
@@ -189,13 +221,13 @@ pub fn prefill(config: &ModelConfig, machine: &Machine, group: &Group, tokens: u
     let attention_flops = count(config, LayerKind::Full) * attention(n / 2.0)
         + count(config, LayerKind::Sliding) * attention(n.min(config.window as f64));
     let sums = 2.0 * group.all_reduce(n * hidden * BF16_BYTES);
-    let layer = time(dense * BF16_BYTES, dense_flops)
-        + time(expert_bytes, expert_flops)
+    let layer = time(dense * dense_bytes(config), dense_flops, dense_rate)
+        + time(expert_bytes, expert_flops, expert_rate)
         + activation_bytes / machine.bytes_per_s
         + sums;
     let head_bytes = head_bytes(config) / ranks;
     Bound {
-        bytes: layers * (expert_bytes + dense * BF16_BYTES + activation_bytes) + head_bytes,
+        bytes: layers * (expert_bytes + dense * dense_bytes(config) + activation_bytes) + head_bytes,
         flops: layers * (dense_flops + expert_flops) + attention_flops,
         seconds: layers * layer + attention_flops / machine.attention_flops_per_s + head_bytes / machine.bytes_per_s,
     }
@@ -203,6 +235,8 @@ pub fn prefill(config: &ModelConfig, machine: &Machine, group: &Group, tokens: u
 
 #[cfg(test)]
 mod tests {
+    use model::WeightScheme;
+
     use super::*;
 
     /// Values of an independent calculation, in Python, for 4.3 TB/s; printed to two (decode) and one (prefill)
@@ -236,6 +270,23 @@ mod tests {
         for (config, tokens, want) in cases {
             let ms = prefill(config, &machine, &Group::ALONE, tokens).seconds * 1e3;
             assert!((ms - want).abs() <= 0.06, "{tokens} tokens: {ms} ms, want {want}");
+        }
+    }
+
+    /// The same calculation for FP8 throughout.
+    #[test]
+    fn fp8_bounds_agree_with_an_independent_calculation() {
+        let machine = Machine::h200(4.3e12);
+        let fp8 = WeightScheme { experts: ExpertFormat::Fp8, dense: DenseFormat::Fp8 };
+        let as_fp8 = |config: ModelConfig| ModelConfig { stored: fp8, ..config };
+        let (small, large) = (as_fp8(ModelConfig::gpt_oss_20b()), as_fp8(ModelConfig::gpt_oss_120b()));
+        for (config, batch, want) in [(&small, 1, 0.85), (&small, 32, 4.88), (&large, 1, 1.21), (&large, 128, 27.9)] {
+            let ms = decode(config, &machine, &Group::ALONE, batch, 1024).seconds * 1e3;
+            assert!((ms - want).abs() <= 0.02 * want, "batch {batch}: {ms} ms, want {want}");
+        }
+        for (config, tokens, want) in [(&small, 8192, 55.4), (&small, 32768, 379.0), (&large, 8192, 83.0)] {
+            let ms = prefill(config, &machine, &Group::ALONE, tokens).seconds * 1e3;
+            assert!((ms - want).abs() <= 0.02 * want, "{tokens} tokens: {ms} ms, want {want}");
         }
     }
 

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use model::ModelConfig;
+use model::{ModelConfig, WeightScheme};
 use scheduler::plan::RowOutputKind;
 use types::{KvDtype, ParallelLayout};
 
@@ -41,6 +41,8 @@ pub struct SweepOptions {
     pub layout: ParallelLayout,
     /// Element type of the KV cache.
     pub kv_dtype: KvDtype,
+    /// How matrices are held.
+    pub scheme: WeightScheme,
     /// Tokens of a prompt that one step takes.
     pub chunk: usize,
     /// Lengths of prompts, in tokens.
@@ -61,6 +63,7 @@ impl SweepOptions {
             model,
             layout: ParallelLayout::tp(1),
             kv_dtype: KvDtype::Bf16,
+            scheme: WeightScheme::default(),
             chunk: 8192,
             prompts: vec![1024, 2048, 4096, 8192, 16_384, 32_768],
             batches: vec![1, 2, 4, 8, 16, 32, 64, 128],
@@ -160,7 +163,8 @@ pub struct Sweep {
 /// # Errors
 /// As [`cuda::build_group`]; [`EngineError::Setup`] for lengths that the model does not have; [`EngineError::RankLost`].
 pub fn sweep(weights: Weights, options: SweepOptions, on_cell: &mut dyn FnMut(&Cell)) -> Result<Sweep, EngineError> {
-    let config = weights.config().clone();
+    // The bound is that of the weights as they are held.
+    let config = ModelConfig { stored: options.scheme, ..weights.config().clone() };
     options.check(&config)?;
     let copy_bytes_per_s = cuda::copy_bytes_per_s(0)?;
     let (machine, devices) = (Machine::h200(copy_bytes_per_s), devices(&options));
@@ -210,6 +214,7 @@ fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError
     let window_pages = slots * 8 + chunk.div_ceil(PAGE_TOKENS) * 2;
     let cuda_options = CudaOptions {
         layout: options.layout,
+        scheme: options.scheme,
         routing: Precision::Bf16,
         kv_dtype: options.kv_dtype,
         page_tokens: PAGE_TOKENS,

@@ -247,7 +247,7 @@ pub fn load_rank_as(
     Ok(weights)
 }
 
-/// Bytes of weights that a rank holds: what [`load_rank`] reads.
+/// Bytes of weights that a rank holds in the form that the config says: what [`load_rank`] reads.
 #[must_use]
 pub fn rank_bytes(config: &ModelConfig, plan: &ShardPlan) -> u64 {
     let (hidden, units) = (0..config.hidden_size, &plan.units);
@@ -262,7 +262,8 @@ pub fn rank_bytes(config: &ModelConfig, plan: &ShardPlan) -> u64 {
     };
     let of_expert = |rows: &Range<usize>, cols: &Range<usize>| match config.stored.experts {
         ExpertFormat::Fp8 => fp8(rows, cols),
-        _ => rows.len() * cols.len() / BLOCK_VALUES * (BLOCK_BYTES + 1),
+        ExpertFormat::Bf16 => 2 * rows.len() * cols.len(),
+        ExpertFormat::Mxfp4 => rows.len() * cols.len() / BLOCK_VALUES * (BLOCK_BYTES + 1),
     };
     let gate_up = 2 * units.start..2 * units.end;
     let norms = 2 * 2 * hidden.len();

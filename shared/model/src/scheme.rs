@@ -1,6 +1,7 @@
 //! In which formats a model's matrices are held: by a checkpoint, or by an engine.
 
 use std::fmt;
+use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +39,14 @@ pub struct WeightScheme {
 }
 
 impl WeightScheme {
+    /// Why matrices stored as `stored` cannot be held so: nothing is made MXFP4, and FP8 experts stay what they are.
+    #[must_use]
+    pub fn obstacle(self, stored: Self) -> Option<String> {
+        let is_kept = self.experts == stored.experts || stored.experts == ExpertFormat::Mxfp4;
+        (!is_kept)
+            .then(|| format!("weights.experts is {}, the checkpoint has {} experts", self.experts, stored.experts))
+    }
+
     /// Whether this is the released form.
     #[must_use]
     pub fn is_released(&self) -> bool {
@@ -46,6 +55,32 @@ impl WeightScheme {
 
     /// FP8 experts beside released dense matrices.
     pub const FP8: Self = Self { experts: ExpertFormat::Fp8, dense: DenseFormat::Bf16 };
+}
+
+/// A format that does not exist.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{found} is none of {known}")]
+pub struct UnknownFormat {
+    found: String,
+    known: &'static str,
+}
+
+impl FromStr for ExpertFormat {
+    type Err = UnknownFormat;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let known = [Self::Mxfp4, Self::Fp8, Self::Bf16].into_iter().find(|format| format.to_string() == text);
+        known.ok_or_else(|| UnknownFormat { found: text.to_owned(), known: "mxfp4, fp8, bf16" })
+    }
+}
+
+impl FromStr for DenseFormat {
+    type Err = UnknownFormat;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let known = [Self::Bf16, Self::Fp8].into_iter().find(|format| format.to_string() == text);
+        known.ok_or_else(|| UnknownFormat { found: text.to_owned(), known: "bf16, fp8" })
+    }
 }
 
 impl fmt::Display for ExpertFormat {

@@ -92,6 +92,7 @@ mod tests {
             layout: ParallelLayout::tp(tp),
             ranks_per_gpu: 1,
             numerics: NumericsConfig { compute, routing: Rounding::Bf16, kv: KvRounding::Bf16 },
+            weights: model::WeightScheme::default(),
             page_tokens,
             full_pages: 1,
             window_pages: 1,

@@ -6,11 +6,13 @@ use std::str::FromStr;
 
 use chassis::config::{Problems, Validate};
 use engine::cpu::{Numerics, Precision};
+use model::{DenseFormat, ExpertFormat, WeightScheme};
 use model::{RandomModel, UnknownModel};
 use serde::{Deserialize, Serialize};
 use types::KvDtype;
 
 use crate::backend::Backend;
+use crate::error::WorkerError;
 
 /// Where the weights are. Written as `embedded-nano`, as `random:SHAPE:SEED` (see [`RandomModel`]), or else as the path
 /// of a checkpoint directory.
@@ -143,6 +145,67 @@ impl NumericsConfig {
     }
 }
 
+/// How experts are held: `auto`, `mxfp4`, `fp8` or `bf16`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExpertsChoice {
+    /// As the checkpoint stores them.
+    #[default]
+    Auto,
+    /// As released: 4 bits a value.
+    Mxfp4,
+    /// FP8 in blocks of 128 x 128, from such a checkpoint or made while a released one is loaded.
+    Fp8,
+    /// Two bytes a value, without loss.
+    Bf16,
+}
+
+/// How attention's projections and the head are held: `auto`, `bf16` or `fp8`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DenseChoice {
+    /// As the checkpoint stores them.
+    #[default]
+    Auto,
+    /// As released.
+    Bf16,
+    /// FP8 in blocks of 128 x 128, which rounds.
+    Fp8,
+}
+
+/// Section `weights`. Two workers pair only if they hold their weights alike.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct WeightsConfig {
+    /// Matrices of experts.
+    pub experts: ExpertsChoice,
+    /// Matrices of attention, and the head.
+    pub dense: DenseChoice,
+}
+
+impl WeightsConfig {
+    /// What it comes to for a checkpoint that stores its weights as `stored`.
+    ///
+    /// # Errors
+    /// `Config`, naming the field, for what cannot be made of them.
+    pub fn resolve(&self, stored: WeightScheme) -> Result<WeightScheme, WorkerError> {
+        let scheme = WeightScheme {
+            experts: match self.experts {
+                ExpertsChoice::Auto => stored.experts,
+                ExpertsChoice::Mxfp4 => ExpertFormat::Mxfp4,
+                ExpertsChoice::Fp8 => ExpertFormat::Fp8,
+                ExpertsChoice::Bf16 => ExpertFormat::Bf16,
+            },
+            dense: match self.dense {
+                DenseChoice::Auto => stored.dense,
+                DenseChoice::Bf16 => DenseFormat::Bf16,
+                DenseChoice::Fp8 => DenseFormat::Fp8,
+            },
+        };
+        scheme.obstacle(stored).map_or(Ok(scheme), |obstacle| Err(WorkerError::Config(obstacle)))
+    }
+}
+
 /// Section `step_loop`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -182,6 +245,8 @@ pub struct EngineConfig {
     pub ranks_per_gpu: u32,
     /// Rounding.
     pub numerics: NumericsConfig,
+    /// How matrices are held; what [`WeightsConfig::resolve`] made of the config's.
+    pub weights: WeightScheme,
     /// Positions a page holds.
     pub page_tokens: u32,
     /// Pages of the full-attention group.
@@ -205,6 +270,14 @@ pub fn validate_memory_share(share: f64, problems: &mut Problems) {
     problems.check(is_share, "gpu_memory_share", format_args!("is {share}, a share lies above 0 and up to 1"));
 }
 
+impl EngineConfig {
+    /// What two workers compare: equal numerics make equal tokens.
+    #[must_use]
+    pub fn numerics(&self) -> String {
+        format!("{}, {}", self.numerics, self.weights)
+    }
+}
+
 /// Checks degrees of parallelism without knowing the model; whether they divide its heads is checked when it is opened.
 pub fn validate_layout(layout: types::ParallelLayout, problems: &mut Problems) {
     problems.range("layout.tp", layout.tp, 1..=64);
@@ -221,4 +294,26 @@ pub fn validate_layout(layout: types::ParallelLayout, problems: &mut Problems) {
 pub fn validate_name(name: &str, problems: &mut Problems) {
     let is_sound = (1..=128).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_graphic());
     problems.check(is_sound, "name", "must be 1 to 128 visible ASCII characters");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_kept_or_made_or_the_field_is_named() {
+        let (released, fp8) = (WeightScheme::default(), WeightScheme::FP8);
+        let of = |experts| WeightsConfig { experts, dense: DenseChoice::Auto };
+        let resolved = |experts, stored| of(experts).resolve(stored).map_err(|error| error.to_string());
+        assert_eq!(resolved(ExpertsChoice::Auto, fp8), Ok(fp8));
+        assert_eq!(resolved(ExpertsChoice::Auto, released), Ok(released));
+        assert_eq!(resolved(ExpertsChoice::Fp8, released), Ok(fp8));
+        assert_eq!(resolved(ExpertsChoice::Bf16, released).map(|scheme| scheme.experts), Ok(ExpertFormat::Bf16));
+        for experts in [ExpertsChoice::Mxfp4, ExpertsChoice::Bf16] {
+            let error = resolved(experts, fp8).unwrap_err();
+            assert!(error.contains("weights.experts is") && error.contains("fp8 experts"), "{error}");
+        }
+        let dense = WeightsConfig { dense: DenseChoice::Fp8, ..WeightsConfig::default() };
+        assert_eq!(dense.resolve(released).map(|scheme| scheme.dense).ok(), Some(DenseFormat::Fp8));
+    }
 }

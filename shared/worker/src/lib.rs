@@ -19,7 +19,7 @@ pub mod status;
 pub mod step_loop;
 
 pub use backend::Backend;
-pub use config::{EngineConfig, ModelSource, NumericsConfig, StepLoopConfig};
+pub use config::{EngineConfig, ModelSource, NumericsConfig, StepLoopConfig, WeightsConfig};
 pub use error::WorkerError;
 pub use link::{NetworkConnector, advertised, serve_kv};
 pub use masks::{MaskThreads, Opening};

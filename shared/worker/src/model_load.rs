@@ -207,6 +207,7 @@ impl OpenModel {
     fn cuda_options(&self, config: &EngineConfig) -> CudaOptions {
         CudaOptions {
             layout: config.layout,
+            scheme: config.weights,
             routing: config.numerics.routing.into(),
             kv_dtype: config.numerics.kv_dtype(),
             page_tokens: config.page_tokens,
@@ -226,6 +227,7 @@ impl OpenModel {
         CpuOptions {
             layout: config.layout,
             numerics: config.numerics.engine(),
+            scheme: config.weights,
             kv_dtype: config.numerics.kv_dtype(),
             page_tokens: config.page_tokens,
             full_pages: config.full_pages,
@@ -302,6 +304,7 @@ mod tests {
             layout: ParallelLayout::tp(1),
             ranks_per_gpu: 1,
             numerics: NumericsConfig { compute: Rounding::Bf16, routing: Rounding::Bf16, kv: KvRounding::Bf16 },
+            weights: model::WeightScheme::default(),
             page_tokens: 64,
             full_pages: 1,
             window_pages: 1,

@@ -24,6 +24,7 @@ impl Monolith {
         let options = CpuOptions {
             layout: ParallelLayout::tp(1),
             numerics: Numerics::F32,
+            scheme: model::WeightScheme::default(),
             kv_dtype: KvDtype::F32,
             page_tokens: PAGE_TOKENS,
             full_pages: PAGES,

@@ -64,6 +64,7 @@ fn build(
     };
     let options = CudaOptions {
         layout: ParallelLayout::tp(1),
+        scheme: checkpoint.config().stored,
         routing: mode.routing,
         kv_dtype: mode.kv_dtype,
         page_tokens: 64,

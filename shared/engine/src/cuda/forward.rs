@@ -228,7 +228,7 @@ impl Forward<'_> {
         let (tokens, model) = (self.batch.tokens.len(), self.model);
         let (hidden, top) = (model.config.hidden_size, model.config.experts_per_token);
         let pairs = tokens * top;
-        let tile = expert_tile(pairs, model.config.num_experts);
+        let tile = expert_tile(layer.gate_up.weight.format(), pairs, model.config.num_experts);
         self.route(idx, layer, tokens, tile)?;
         experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
 

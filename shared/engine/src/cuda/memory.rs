@@ -1,7 +1,7 @@
 //! How much of a GPU's memory a rank takes, before it takes any.
 
 use device::Device;
-use model::{ModelConfig, ShardPlan, rank_bytes};
+use model::{DenseFormat, ExpertFormat, ModelConfig, ShardPlan, rank_bytes};
 use types::{KvDtype, PageGroup};
 
 use super::{CudaOptions, kv_layout};
@@ -26,7 +26,7 @@ pub struct MemoryNeeds {
 }
 
 impl MemoryNeeds {
-    /// Of a rank with weights as released; pages are counted by nobody yet.
+    /// Of a rank with weights as the options say; pages are counted by nobody yet.
     ///
     /// # Errors
     /// [`EngineError::Layout`].
@@ -44,19 +44,25 @@ impl MemoryNeeds {
         let kv = (plan.kv_heads.len() * config.head_dim) as u64;
         // The residual stream three times, q k v, queries and attention, and for each expert of a token its input, units and output.
         let widths = 3 * hidden + (q + 2 * kv) + 2 * q + top * (2 * hidden + plan.units.len() as u64);
-        let activations = tokens * (widths * ACTIVATION_BYTES + 4 * config.num_experts as u64);
         // One layer of the longest sequence in bf16, for prefill over a cache in E4M3.
         let widened = match options.kv_dtype {
             KvDtype::Fp8 => u64::from(options.max_context_tokens) * 2 * kv * ACTIVATION_BYTES,
             KvDtype::Bf16 | KvDtype::F32 => 0,
         };
+        // Inputs of FP8 products, a byte a value.
+        let fp8_experts =
+            if options.scheme.experts == ExpertFormat::Fp8 { top * (hidden + plan.units.len() as u64) } else { 0 };
+        let fp8_dense = if options.scheme.dense == DenseFormat::Fp8 { hidden + q } else { 0 };
+        let bytes = widths * ACTIVATION_BYTES + fp8_experts + fp8_dense + 4 * config.num_experts as u64;
+        let activations = tokens * bytes;
+        let held = ModelConfig { stored: options.scheme, ..config.clone() };
         let sampling = slots * config.vocab_size as u64 * SAMPLER_BYTES;
         let layout = kv_layout(config, options);
         let page_bytes = |group: PageGroup| {
             layout.layers(group).len() as u64 * plan.kv_heads.len() as u64 * layout.head_bytes() as u64
         };
         Self {
-            fixed_bytes: rank_bytes(config, plan) + activations + widened + sampling + OVERHEAD_BYTES,
+            fixed_bytes: rank_bytes(&held, plan) + activations + widened + sampling + OVERHEAD_BYTES,
             full_page_bytes: page_bytes(PageGroup::Full),
             window_page_bytes: page_bytes(PageGroup::Window),
         }
@@ -89,6 +95,7 @@ mod tests {
     fn options(layout: ParallelLayout, max_slots: u32, max_step_tokens: u32) -> CudaOptions {
         CudaOptions {
             layout,
+            scheme: model::WeightScheme::default(),
             routing: Precision::Bf16,
             kv_dtype: KvDtype::Bf16,
             page_tokens: 64,

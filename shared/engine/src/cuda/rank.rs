@@ -17,6 +17,7 @@ use super::collective::{Collective, Meeting, Sizes};
 use super::forward::{Forward, RankModel};
 use super::graphs::{DecodeGraphs, GraphKey};
 use super::kv_cache::{CacheReader, RankCache};
+use super::products::Fp8Activations;
 use super::sampler::{DeviceSampler, Drawing, Drawn};
 use super::step_inputs::StepInputs;
 use super::{CudaOptions, HEAD_DIM, Loaded, Precision};
@@ -30,6 +31,7 @@ pub(crate) struct Gpu {
     pub(crate) stream: Stream,
     pub(crate) kernels: Kernels,
     pub(crate) workspace: Workspace,
+    pub(crate) fp8: Fp8Activations,
 }
 
 impl Gpu {
@@ -38,7 +40,8 @@ impl Gpu {
     pub(crate) fn open(ordinal: u32) -> Result<Self, EngineError> {
         let device = Device::open(ordinal)?;
         let stream = device.stream()?;
-        Ok(Self { kernels: Kernels::load(&device)?, workspace: Workspace::new(&stream)?, stream })
+        let (kernels, workspace) = (Kernels::load(&device)?, Workspace::new(&stream)?);
+        Ok(Self { kernels, workspace, fp8: Fp8Activations::default(), stream })
     }
 }
 
@@ -105,7 +108,7 @@ impl CudaRank {
     pub(crate) fn new(
         config: &ModelConfig,
         plan: ShardPlan,
-        gpu: Gpu,
+        mut gpu: Gpu,
         loaded: Loaded,
         options: &CudaOptions,
         meeting: &Meeting,
@@ -118,6 +121,7 @@ impl CudaRank {
         let max_context = options.max_context_tokens as usize;
         let acts = Activations::new(&stream, config, &plan, tokens, logit_rows)?;
         let sizes = Sizes { hidden: config.hidden_size, max_tokens: tokens, vocab: config.vocab_size };
+        gpu.fp8 = Fp8Activations::new(&stream, config, &plan, options.scheme, tokens)?;
         let mut rank = Self {
             collective: meeting.join(&gpu, &plan, sizes, &acts.logits)?,
             limits: Limits {

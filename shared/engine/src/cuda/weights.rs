@@ -1,11 +1,14 @@
 //! One rank's weights on its device, as the kernels want them.
 
+use std::ops::Range;
+
 use bytemuck::Pod;
 use device::{DeviceBuffer, Stream, ViewMut};
 use half::bf16;
-use kernels::{PackMxfp4, PackedWeights, pack_bf16};
+use kernels::{Fp8Source, PackFp8, PackMxfp4, PackedWeights, Rounding, pack_bf16};
+use model::fp8::BLOCK;
 use model::mxfp4::{BLOCK_BYTES, BLOCK_VALUES};
-use model::{LayerParam, ModelConfig, Param, ShardPlan};
+use model::{DenseFormat, ExpertFormat, Fp8Matrix, LayerParam, ModelConfig, Param, ShardPlan, WeightScheme};
 
 use super::rank::Gpu;
 use crate::EngineError;
@@ -19,7 +22,7 @@ pub(crate) trait TensorSource {
     /// [`EngineError::Gpu`].
     fn values(&mut self, param: Param, out: ViewMut<'_, bf16>) -> Result<(), EngineError>;
 
-    /// Fills `out` with MXFP4 blocks or scales.
+    /// Fills `out` with MXFP4 blocks, FP8 values, or scales of either.
     ///
     /// # Errors
     /// [`EngineError::Gpu`].
@@ -62,18 +65,19 @@ pub(crate) struct DeviceWeights {
 }
 
 impl DeviceWeights {
-    /// Fetches and packs every tensor. `progress(layers done)` is called after each layer.
+    /// Fetches every tensor and packs it as `scheme` says. `progress(layers done)` is called after each layer.
     ///
     /// # Errors
     /// [`EngineError::Gpu`], also for block scales that the packed form cannot hold.
     pub(crate) fn build(
         config: &ModelConfig,
         plan: &ShardPlan,
+        scheme: WeightScheme,
         gpu: &Gpu,
         source: &mut dyn TensorSource,
         progress: &dyn Fn(usize),
     ) -> Result<Self, EngineError> {
-        let mut builder = Builder { config, plan, gpu, source };
+        let mut builder = Builder { config, plan, scheme, gpu, source, rounded: Rounding::default() };
         let hidden = config.hidden_size;
         let embedding = builder.vector(Param::Embedding, config.vocab_size * hidden)?;
         let head = builder.matrix(&[(Param::Head, plan.vocab_rows.len())], hidden)?;
@@ -85,6 +89,10 @@ impl DeviceWeights {
         }
         // Kernels fetch weights before their predecessor has ended: all must be there before the first runs.
         gpu.stream.synchronize()?;
+        let Rounding { changed, largest } = builder.rounded;
+        if changed > 0 {
+            tracing::info!(rank = plan.rank, changed, largest, "values rounded to fp8");
+        }
         Ok(Self { embedding, layers, final_norm, head })
     }
 }
@@ -92,13 +100,41 @@ impl DeviceWeights {
 struct Builder<'a> {
     config: &'a ModelConfig,
     plan: &'a ShardPlan,
+    scheme: WeightScheme,
     gpu: &'a Gpu,
     source: &'a mut dyn TensorSource,
+    /// What packing as FP8 changed.
+    rounded: Rounding,
 }
+
+/// The tensors of one matrix of all experts.
+struct ExpertTensors {
+    blocks: LayerParam,
+    scales: LayerParam,
+    fp8: LayerParam,
+    fp8_scales: LayerParam,
+    bias: LayerParam,
+}
+
+const GATE_UP: ExpertTensors = ExpertTensors {
+    blocks: LayerParam::GateUpBlocks,
+    scales: LayerParam::GateUpScales,
+    fp8: LayerParam::GateUpFp8,
+    fp8_scales: LayerParam::GateUpFp8Scales,
+    bias: LayerParam::GateUpBias,
+};
+const DOWN: ExpertTensors = ExpertTensors {
+    blocks: LayerParam::DownBlocks,
+    scales: LayerParam::DownScales,
+    fp8: LayerParam::DownFp8,
+    fp8_scales: LayerParam::DownFp8Scales,
+    bias: LayerParam::DownBias,
+};
 
 impl Builder<'_> {
     fn layer(&mut self, idx: usize) -> Result<Layer, EngineError> {
-        let (config, hidden, units) = (self.config, self.config.hidden_size, self.plan.units.len());
+        let (config, hidden, units) = (self.config, self.config.hidden_size, self.plan.units.clone());
+        let gate_up_rows = 2 * units.start..2 * units.end;
         let (q, kv) = (self.plan.heads.len() * config.head_dim, self.plan.kv_heads.len() * config.head_dim);
         let at = |param| Param::Layer(idx, param);
         let qkv = [(LayerParam::QWeight, q), (LayerParam::KWeight, kv), (LayerParam::VWeight, kv)];
@@ -116,16 +152,8 @@ impl Builder<'_> {
             },
             mlp_norm: self.vector(at(LayerParam::MlpNorm), hidden)?,
             router: self.router(idx)?,
-            gate_up: self.experts(
-                [LayerParam::GateUpBlocks, LayerParam::GateUpScales, LayerParam::GateUpBias].map(at),
-                [2 * units, hidden],
-                true,
-            )?,
-            down: self.experts(
-                [LayerParam::DownBlocks, LayerParam::DownScales, LayerParam::DownBias].map(at),
-                [hidden, units],
-                false,
-            )?,
+            gate_up: self.experts(idx, &GATE_UP, [gate_up_rows, 0..hidden], true)?,
+            down: self.experts(idx, &DOWN, [0..hidden, units], false)?,
         })
     }
 
@@ -156,32 +184,81 @@ impl Builder<'_> {
     fn matrix(&mut self, parts: &[(Param, usize)], k: usize) -> Result<PackedWeights, EngineError> {
         let sizes: Vec<(Param, usize)> = parts.iter().map(|(param, rows)| (*param, rows * k)).collect();
         let values = self.vectors(&sizes)?;
-        let rows = values.len() / k;
-        Ok(pack_bf16(&self.gpu.kernels, &self.gpu.stream, values.view(), [1, rows, k], false)?)
+        let (shape, values) = ([1, values.len() / k, k], values.view());
+        match self.scheme.dense {
+            DenseFormat::Bf16 => Ok(pack_bf16(&self.gpu.kernels, &self.gpu.stream, values, shape, false)?),
+            DenseFormat::Fp8 => self.pack_fp8(Fp8Source::Bf16(values), shape, false),
+        }
     }
 
-    /// A matrix and a bias for each of the rank's experts.
+    fn pack_fp8(
+        &mut self,
+        source: Fp8Source<'_>,
+        shape: [usize; 3],
+        interleaved: bool,
+    ) -> Result<PackedWeights, EngineError> {
+        let (packed, rounding) = PackFp8 { source, shape, interleaved }.pack(&self.gpu.kernels, &self.gpu.stream)?;
+        self.rounded.changed += rounding.changed;
+        self.rounded.largest = self.rounded.largest.max(rounding.largest);
+        Ok(packed)
+    }
+
+    /// A matrix and a bias for each of the rank's experts: rows and columns `part` of it.
     fn experts(
         &mut self,
-        [blocks, scales, bias]: [Param; 3],
-        [rows, k]: [usize; 2],
+        layer: usize,
+        tensors: &ExpertTensors,
+        part: [Range<usize>; 2],
         interleaved: bool,
     ) -> Result<Linear, EngineError> {
-        let matrices = self.plan.experts.len();
-        let row_blocks = matrices * rows * (k / BLOCK_VALUES);
-        let stream = &self.gpu.stream;
-        let mut block_bytes = allocate::<u8>(stream, row_blocks * BLOCK_BYTES)?;
-        let mut scale_bytes = allocate::<u8>(stream, row_blocks)?;
-        self.source.bytes(blocks, block_bytes.view_mut())?;
-        self.source.bytes(scales, scale_bytes.view_mut())?;
-        let pack = PackMxfp4 {
-            values: block_bytes.view(),
-            scales: scale_bytes.view(),
-            shape: [matrices, rows, k],
-            interleaved,
+        let shape = [self.plan.experts.len(), part[0].len(), part[1].len()];
+        let weight = match self.config.stored.experts {
+            ExpertFormat::Fp8 => self.fp8_experts(layer, tensors, &part, interleaved)?,
+            _ => self.mxfp4_experts(layer, tensors, shape, interleaved)?,
         };
-        let weight = pack.pack(&self.gpu.kernels, stream)?;
-        Ok(Linear { weight, bias: self.vector(bias, matrices * rows)? })
+        Ok(Linear { weight, bias: self.vector(Param::Layer(layer, tensors.bias), shape[0] * shape[1])? })
+    }
+
+    fn mxfp4_experts(
+        &mut self,
+        layer: usize,
+        tensors: &ExpertTensors,
+        shape @ [matrices, rows, k]: [usize; 3],
+        interleaved: bool,
+    ) -> Result<PackedWeights, EngineError> {
+        let row_blocks = matrices * rows * (k / BLOCK_VALUES);
+        let values = self.bytes(Param::Layer(layer, tensors.blocks), row_blocks * BLOCK_BYTES)?;
+        let scales = self.bytes(Param::Layer(layer, tensors.scales), row_blocks)?;
+        let (values, scales) = (values.view(), scales.view());
+        let (kernels, stream) = (&self.gpu.kernels, &self.gpu.stream);
+        match self.scheme.experts {
+            ExpertFormat::Mxfp4 => Ok(PackMxfp4 { values, scales, shape, interleaved }.pack(kernels, stream)?),
+            ExpertFormat::Bf16 => Ok(PackMxfp4 { values, scales, shape, interleaved }.pack_as_bf16(kernels, stream)?),
+            ExpertFormat::Fp8 => self.pack_fp8(Fp8Source::Mxfp4 { values, scales }, shape, interleaved),
+        }
+    }
+
+    fn fp8_experts(
+        &mut self,
+        layer: usize,
+        tensors: &ExpertTensors,
+        part: &[Range<usize>; 2],
+        interleaved: bool,
+    ) -> Result<PackedWeights, EngineError> {
+        let [rows, cols] = part;
+        let shape @ [matrices, ..] = [self.plan.experts.len(), rows.len(), cols.len()];
+        let grid = [rows, cols].map(|part| Fp8Matrix::blocks(part).len());
+        let offset = [rows.start % BLOCK, cols.start % BLOCK];
+        let values = self.bytes(Param::Layer(layer, tensors.fp8), shape.iter().product())?;
+        let scales = self.bytes(Param::Layer(layer, tensors.fp8_scales), matrices * grid[0] * grid[1])?;
+        let source = Fp8Source::Fp8 { values: values.view(), scales: scales.view(), grid, offset };
+        self.pack_fp8(source, shape, interleaved)
+    }
+
+    fn bytes(&mut self, param: Param, len: usize) -> Result<DeviceBuffer<u8>, EngineError> {
+        let mut bytes = allocate(&self.gpu.stream, len)?;
+        self.source.bytes(param, bytes.view_mut())?;
+        Ok(bytes)
     }
 }
 

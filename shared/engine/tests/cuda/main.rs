@@ -14,6 +14,7 @@ mod driver;
 mod kv_transfer;
 mod nano;
 mod sampling;
+mod schemes;
 mod wide;
 
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use std::sync::Arc;
 use driver::{Driver, Row, greedy};
 use engine::KvListener;
 use engine::cuda::{self, CudaOptions, Precision, Weights};
-use model::Checkpoint;
+use model::{Checkpoint, WeightScheme};
 use scheduler::plan::RowOutputKind;
 use types::{KvDtype, ParallelLayout, TokenId};
 
@@ -44,6 +45,7 @@ fn gpu_is_here() -> bool {
 fn options() -> CudaOptions {
     CudaOptions {
         layout: ParallelLayout::tp(1),
+        scheme: WeightScheme::default(),
         routing: Precision::Bf16,
         kv_dtype: KvDtype::Bf16,
         page_tokens: 32,

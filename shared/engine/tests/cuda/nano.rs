@@ -11,7 +11,7 @@ use types::{KvDtype, ParallelLayout, SlotId, TokenId};
 use crate::driver::{self, Driver, Row, greedy};
 use crate::{ERROR_RATIO, distance, gpu_is_here, logits, nano, options, prompt, spreads};
 
-const SEQUENCES: [&str; 5] = ["short5", "len40", "len130", "len300", "len1000"];
+pub(crate) const SEQUENCES: [&str; 5] = ["short5", "len40", "len130", "len300", "len1000"];
 /// Steps with a smaller margin between the two best logits may go either way in bf16, whose logits are about 1/256
 /// apart each.
 const CLOSE_MARGIN: f64 = 0.5;
@@ -43,7 +43,7 @@ fn sequence(name: &str) -> (Vec<TokenId>, Vec<f32>) {
 }
 
 /// The distance of each sequence's logits from the reference.
-fn distances(driver: &mut Driver, chunk: usize) -> Vec<f64> {
+pub(crate) fn distances(driver: &mut Driver, chunk: usize) -> Vec<f64> {
     let of_sequence = |name: &str| {
         let (tokens, want) = sequence(name);
         let got = logits(driver, &tokens, chunk);
@@ -75,14 +75,14 @@ fn logits_are_as_near_to_the_reference_as_the_cpu_engines_in_bf16() {
     }
 }
 
-struct Continuation {
+pub(crate) struct Continuation {
     prompt: Vec<TokenId>,
     tokens: Vec<TokenId>,
     /// First less second best logit, for each token.
     margins: Vec<f64>,
 }
 
-fn greedy_cases() -> Vec<Continuation> {
+pub(crate) fn greedy_cases() -> Vec<Continuation> {
     let file: serde_json::Value = serde_json::from_slice(&read("greedy.json")).unwrap();
     let continuation = |case: &serde_json::Value| Continuation {
         prompt: serde_json::from_value(case["prompt_tokens"].clone()).unwrap(),
@@ -94,7 +94,7 @@ fn greedy_cases() -> Vec<Continuation> {
 
 /// Runs all cases as one batch, prompts in chunks, decode running ahead, and compares token by token. A case ends at
 /// its first close step that goes the other way; their number is returned.
-fn follow(driver: &mut Driver, cases: &[Continuation], chunk: usize) -> usize {
+pub(crate) fn follow(driver: &mut Driver, cases: &[Continuation], chunk: usize) -> usize {
     let close_margin = close_margin(driver.group.kv_layout().dtype);
     for (case, slot) in cases.iter().zip(0..) {
         driver.bind(slot, &case.prompt, greedy());

@@ -9,7 +9,7 @@ use engine::cpu::{CpuOptions, Numerics, build_group};
 pub(crate) use engine::driver::{Row, greedy};
 use engine::group::{EngineGroup, KvWrite};
 use kv::KvSlice;
-use model::Checkpoint;
+use model::{Checkpoint, WeightScheme};
 use scheduler::plan::StepOutput;
 use types::{KvDtype, PageGroup, ParallelLayout, SlotGroups, SlotId};
 
@@ -35,6 +35,7 @@ pub(crate) fn options(layout: ParallelLayout) -> CpuOptions {
     CpuOptions {
         layout,
         numerics: Numerics::F32,
+        scheme: WeightScheme::default(),
         kv_dtype: KvDtype::F32,
         page_tokens: 16,
         full_pages: 2000,

@@ -76,6 +76,18 @@ impl SweepOptions {
         self.batches.iter().copied().max().unwrap_or(1)
     }
 
+    /// Keys that a batch may take in a cell.
+    const fn keys(batch: usize, context: usize) -> usize {
+        batch * (context + WARM_STEPS + STEPS + 64)
+    }
+
+    /// Keys of the cell that has most of those which are measured.
+    fn most_keys(&self) -> usize {
+        let cells =
+            self.contexts.iter().flat_map(|context| self.batches.iter().map(|batch| Self::keys(*batch, *context)));
+        cells.filter(|keys| *keys <= self.max_keys).max().unwrap_or(0)
+    }
+
     fn check(&self, config: &ModelConfig) -> Result<(), EngineError> {
         let longest = config.max_context_tokens;
         let mut lengths = self.prompts.iter().chain(&self.contexts);
@@ -187,7 +199,7 @@ pub fn sweep(weights: Weights, options: SweepOptions, on_cell: &mut dyn FnMut(&C
         cells.push(cell);
     }
     for &context in &options.contexts {
-        let keys = |batch: usize| batch * (context + WARM_STEPS + STEPS + 64);
+        let keys = |batch: usize| SweepOptions::keys(batch, context);
         for &batch in options.batches.iter().filter(|batch| keys(**batch) <= options.max_keys) {
             let (seconds, distinct_tokens) = decode(&mut driver, batch, context)?;
             let keys = context + WARM_STEPS + STEPS / 2;
@@ -209,7 +221,7 @@ fn devices(options: &SweepOptions) -> Vec<u32> {
 
 fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError> {
     let longest = options.prompts.iter().copied().max().unwrap_or(0);
-    let full_pages = options.max_keys.max(longest + 1).div_ceil(PAGE_TOKENS as usize) as u32;
+    let full_pages = options.most_keys().max(longest + 1).div_ceil(PAGE_TOKENS as usize) as u32;
     let (slots, chunk) = (options.max_batch() as u32, options.chunk as u32);
     let window_pages = slots * 8 + chunk.div_ceil(PAGE_TOKENS) * 2;
     let cuda_options = CudaOptions {

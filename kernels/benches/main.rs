@@ -29,7 +29,7 @@ fn main() {
     println!("Copy rate in this run: {:.0} GB/s.\n", bench.copy_gb_per_s());
     // `cargo bench -p kernels -- skinny` runs the sections whose name contains `skinny`.
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let sections: [Section; 10] = [
+    let sections: [Section; 12] = [
         ("token_wise", token_wise::run),
         ("skinny_dense", skinny_gemm::dense),
         ("skinny_experts", skinny_gemm::experts),

@@ -8,7 +8,7 @@ pub const MAX: f32 = 448.0;
 /// Bits of [`MAX`].
 const MAX_BITS: u32 = 0x7e;
 /// Bits of the one NaN, beside the sign.
-const NAN_BITS: u8 = 0x7f;
+pub(crate) const NAN_BITS: u8 = 0x7f;
 /// The smallest number that is not subnormal; below it numbers are multiples of 2^-9.
 const SMALLEST_NORMAL: f32 = 1.0 / 64.0;
 

@@ -13,42 +13,24 @@ use std::ops::Range;
 
 use half::bf16;
 
+use crate::E4M3;
+pub use crate::e4m3::MAX;
+
 /// Rows and columns of a block.
 pub const BLOCK: usize = 128;
-/// The largest E4M3 value.
-pub const MAX: f32 = 448.0;
 /// The scale byte of a block of zeros: 1.
 const UNIT_SCALE: u8 = 127;
-/// Magnitude bits of E4M3's NaN.
-const NAN: u8 = 0x7f;
 
-/// The E4M3 number nearest to `value`, ties to even; beyond 448 it is 448.
+/// The byte of the E4M3 number nearest to `value`: [`E4M3::from_f32`].
 #[must_use]
 pub fn encode(value: f32) -> u8 {
-    let sign = ((value.to_bits() >> 24) & 0x80) as u8;
-    let magnitude = value.abs();
-    if value.is_nan() {
-        return sign | NAN;
-    }
-    if magnitude < 2f32.powi(-6) {
-        // Subnormals are multiples of 2^-9; rounding up to 8 of them yields the smallest normal number's bits.
-        return sign | (magnitude * 512.0).round_ties_even() as u8;
-    }
-    let bits = magnitude.to_bits();
-    let rounded = (bits + 0x7_ffff + ((bits >> 20) & 1)) >> 20;
-    sign | (rounded - ((127 - 7) << 3)).min(0x7e) as u8
+    E4M3::from_f32(value).0
 }
 
-/// The value of an E4M3 byte.
+/// The value of an E4M3 byte: [`E4M3::to_f32`].
 #[must_use]
 pub fn decode(byte: u8) -> f32 {
-    let (exponent, mantissa) = ((byte >> 3) & 15, f32::from(byte & 7));
-    let magnitude = match byte & 0x7f {
-        NAN => f32::NAN,
-        _ if exponent == 0 => mantissa * 2f32.powi(-9),
-        _ => (8.0 + mantissa) * f32::from_bits((u32::from(exponent) + 127 - 7 - 3) << 23),
-    };
-    if byte & 0x80 == 0 { magnitude } else { -magnitude }
+    E4M3(byte).to_f32()
 }
 
 /// The scale byte of a block whose largest magnitude is `largest`: the smallest power of two that brings it to at most

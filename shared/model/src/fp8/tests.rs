@@ -1,4 +1,5 @@
 use super::*;
+use crate::e4m3::NAN_BITS as NAN;
 use crate::mxfp4::{self, BLOCK_VALUES, LUT};
 
 /// E4M3 by its definition, in f64.

@@ -309,6 +309,15 @@ fn check_experts(case: &str, picks: &[i32], num_experts: usize, hidden: usize, u
     }
 }
 
+/// Small enough for compute-sanitizer: products with FP8 activations and, of every width, with bf16 ones.
+#[test]
+fn a_few_strips() {
+    for columns in [1, 9, 17, 33, 65, 129, 257] {
+        check_dense("few strips", columns, 144, 192);
+    }
+    check_experts("few strips", &picks(&mut Random::new(), 70, 6), 6, 192, 96);
+}
+
 #[test]
 fn experts_of_the_real_shape() {
     let mut random = Random::new();

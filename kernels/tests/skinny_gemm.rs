@@ -206,6 +206,18 @@ fn check_experts(case: &str, picks: &[i32], num_experts: usize, tile_slots: usiz
     }
 }
 
+/// Small enough for compute-sanitizer.
+#[test]
+fn a_few_strips() {
+    for columns in [1, 3, 8, 9, 16] {
+        check_dense("few strips", columns, 144, 192);
+    }
+    let picks: Vec<i32> = (0..12).flat_map(|token| [0, 1 + token % 3, 5, 6 + token % 2]).collect();
+    check_experts("few strips", &picks[..4], 8, 8, 192, 96);
+    check_experts("few strips", &picks, 8, 8, 192, 96);
+    check_experts("few strips", &picks, 8, 16, 192, 96);
+}
+
 #[test]
 fn experts_of_one_token() {
     check_experts("one token", &[7, 3, 0, 5], 8, 8, 2880, 2880);

@@ -85,6 +85,18 @@ fn qkv_and_nano() {
     check_dense("one strip, one step", 20, 16, 64);
 }
 
+/// Small enough for compute-sanitizer: every kernel of this operation but for FP8's, more tiles than one, tails everywhere.
+#[test]
+fn a_few_strips() {
+    for columns in [17, 33, 65, 129, 257] {
+        check_dense("few strips", columns, 144, 192);
+    }
+    let picks = picks(&mut Random::new(), 70, 6);
+    for tile_slots in [32, 64, 128, 256] {
+        check_experts("few strips", &picks, 6, tile_slots, 192, 96);
+    }
+}
+
 #[test]
 fn the_same_bits_every_time() {
     let Some(mut gpu) = Gpu::open() else { return };

@@ -1,4 +1,4 @@
-//! What `tests/reference/accuracy.py` asks of the CUDA engine, on one GPU.
+//! What `tests/reference/accuracy.py` asks of the CUDA engine, on one GPU or, with `tp=` and `ep=`, on several.
 //!
 //! `accuracy trace ..` (see `trace`): logits, experts and router logits of given tokens, free, or with experts or
 //! layer inputs forced. `accuracy batch ..` (see `batch`): prompts continued alone and among others.
@@ -24,17 +24,18 @@ fn main() -> Result<()> {
     }
 }
 
-/// How the engine rounds: words `routing=f32`, `kv=fp8`.
+/// How the engine rounds, and over how many GPUs it is spread: words `routing=f32`, `kv=fp8`, `tp=2`, `ep=2`.
 #[derive(Debug, Clone, Copy)]
 struct Mode {
     routing: Precision,
     kv_dtype: KvDtype,
+    layout: ParallelLayout,
 }
 
 impl Mode {
-    /// Splits off the words that say how the engine rounds; by default in bf16.
+    /// Splits off the words that say how the engine rounds and is spread; by default in bf16, on one GPU.
     fn take(words: &[String]) -> Result<(Self, Vec<&str>)> {
-        let mut mode = Self { routing: Precision::Bf16, kv_dtype: KvDtype::Bf16 };
+        let mut mode = Self { routing: Precision::Bf16, kv_dtype: KvDtype::Bf16, layout: ParallelLayout::tp(1) };
         let mut rest = Vec::new();
         for word in words {
             match word.split_once('=') {
@@ -42,6 +43,8 @@ impl Mode {
                 Some(("routing", "bf16")) => mode.routing = Precision::Bf16,
                 Some(("kv", "fp8")) => mode.kv_dtype = KvDtype::Fp8,
                 Some(("kv", "bf16")) => mode.kv_dtype = KvDtype::Bf16,
+                Some(("tp", ranks)) => mode.layout.tp = ranks.parse().with_context(|| word.clone())?,
+                Some(("ep", ranks)) => mode.layout.ep = ranks.parse().with_context(|| word.clone())?,
                 Some(("routing" | "kv", _)) => bail!("{word}: known are routing=f32|bf16 and kv=fp8|bf16"),
                 _ => rest.push(word.as_str()),
             }
@@ -63,7 +66,7 @@ fn build(
         directory => Checkpoint::open(Path::new(directory)).context("the checkpoint")?,
     };
     let options = CudaOptions {
-        layout: ParallelLayout::tp(1),
+        layout: mode.layout,
         scheme: checkpoint.config().stored,
         routing: mode.routing,
         kv_dtype: mode.kv_dtype,
@@ -75,7 +78,7 @@ fn build(
         max_context_tokens: 4096,
         publish_layers: None,
         masked_tokens: Vec::new(),
-        devices: vec![0],
+        devices: (0..mode.layout.ranks()).collect(),
         probe,
     };
     let pages = [options.full_pages, options.window_pages];

@@ -313,7 +313,7 @@ fn check_experts(case: &str, picks: &[i32], num_experts: usize, hidden: usize, u
 #[test]
 fn a_few_strips() {
     for columns in [1, 9, 17, 33, 65, 129, 257] {
-        check_dense("few strips", columns, 144, 192);
+        check_dense("few strips", columns, 192, 192);
     }
     check_experts("few strips", &picks(&mut Random::new(), 70, 6), 6, 192, 96);
 }

@@ -11,7 +11,8 @@ differ by flipped experts above all, so three things are told apart:
   forced  our experts are those that transformers chose: cosine of the logits, at every position;
   fed     each of our layers is given the input that the layer had in transformers: experts, wherever the choice is clear;
   free    nothing is forced: error against float32, beside that of transformers.
-Where there are two GPUs, the model is also spread over both, with experts forced: cosine beside one GPU's logits.
+The model is also spread over several ranks, with experts forced: cosine beside one rank's logits. Ranks share GPUs where
+there are fewer.
 Then prompts are continued alone and among 64 others, in steps as they are served: what a batch does to greedy tokens.
 
 Prints tables in Markdown, and writes their numbers to OUT/accuracy-h200.json. Exit status 1 if a bound is
@@ -41,8 +42,8 @@ MODES = {
     "routing f32": dict(words=["routing=f32"], runs=["free", "inputs"]),
     "cache fp8": dict(words=["kv=fp8"], runs=["free", "picks"]),
 }
-# The same over two GPUs.
-LAYOUTS = {"TP2": ["tp=2"], "EP2 TP2": ["tp=2", "ep=2"]}
+# The same over several ranks.
+LAYOUTS = {"TP2": ["tp=2"], "EP2 TP2": ["tp=2", "ep=2"], "DP2 EP2": ["dp=2", "ep=2"], "TP4": ["tp=4"], "EP4 TP4": ["tp=4", "ep=4"]}
 PROMPTS, CONTINUED = [100, 200, 300, 500, 700, 1000, 1500, 2000], 128
 NANO_STEPS = 128
 
@@ -176,8 +177,8 @@ def render(found):
     parts = ["## Experts forced: logits beside transformers in bf16\n", table(LOGIT_HEAD, logit_rows(found["forced"])),
              "## Experts forced: cache in fp8, logits beside those with a cache in bf16\n",
              table(LOGIT_HEAD, logit_rows(found["cache"])),
-             *(["## Experts forced: over two GPUs, logits beside those of one\n", table(LOGIT_HEAD, logit_rows(found["layouts"]))]
-               if found["layouts"] else []),
+             f"## Experts forced: over several ranks on {found['gpus']} GPUs, logits beside those of one rank\n",
+             table(LOGIT_HEAD, logit_rows(found["layouts"])),
              "## Free: logits against float32\n", table(LOGIT_HEAD, logit_rows(found["free"])),
              f"Our error is {found['error_ratio']:.3f} times that of transformers; allowed is {MOST_ERROR_RATIO}.\n",
              "## Layers fed with transformers' inputs: experts of each layer and token\n",
@@ -205,7 +206,8 @@ def measure(arguments, config, checkpoint, ids):
     want = float32(config, ids)
     torch.cuda.empty_cache()
     clock("float32", start)
-    found = {"forced": {}, "cache": {}, "layouts": {}, "free": {"transformers, bf16": compare(oracle_logits, want)}, "flips": {}, "batch": {}}
+    found = {"forced": {}, "cache": {}, "layouts": {}, "gpus": torch.cuda.device_count(),
+             "free": {"transformers, bf16": compare(oracle_logits, want)}, "flips": {}, "batch": {}}
     runs = {}
     for name, mode in MODES.items():
         start = time.time()
@@ -214,13 +216,13 @@ def measure(arguments, config, checkpoint, ids):
         found["free"][f"damask, {name}"] = compare(runs[name]["free"].logits, want)
         if "picks" in mode["runs"]:
             found["forced"][f"damask, {name}"] = compare(runs[name]["picks"].logits, oracle_logits)
-    one_gpu = on_gpu(runs["bf16"]["picks"].logits)
-    found["cache"]["damask, cache fp8"] = compare(runs["cache fp8"]["picks"].logits, one_gpu)
-    for name, words in LAYOUTS.items() if torch.cuda.device_count() > 1 else ():
+    one_rank = on_gpu(runs["bf16"]["picks"].logits)
+    found["cache"]["damask, cache fp8"] = compare(runs["cache fp8"]["picks"].logits, one_rank)
+    for name, words in LAYOUTS.items():
         start = time.time()
         spread = ours(arguments.binary, checkpoint, work, name, dict(words=words, runs=["picks"]), config, tokens)
         clock(f"damask, {name}", start)
-        found["layouts"][f"damask, {name}"] = compare(spread["picks"].logits, one_gpu)
+        found["layouts"][f"damask, {name}"] = compare(spread["picks"].logits, one_rank)
     found["error_ratio"] = found["free"]["damask, bf16"]["error"] / found["free"]["transformers, bf16"]["error"]
     is_clear, different = clear(oracle_router, top), differ(runs["bf16"]["inputs"].picks, oracle_picks)
     found["fed"] = dict(choices=is_clear.size, excluded=1 - is_clear.mean().item(), clear=int(is_clear.sum()),

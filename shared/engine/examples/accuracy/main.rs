@@ -1,4 +1,4 @@
-//! What `tests/reference/accuracy.py` asks of the CUDA engine, on one GPU or, with `tp=` and `ep=`, on several.
+//! What `tests/reference/accuracy.py` asks of the CUDA engine, on one rank or, with `tp=`, `ep=` and `dp=`, on several.
 //!
 //! `accuracy trace ..` (see `trace`): logits, experts and router logits of given tokens, free, or with experts or
 //! layer inputs forced. `accuracy batch ..` (see `batch`): prompts continued alone and among others.
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// How the engine rounds, and over how many GPUs it is spread: words `routing=f32`, `kv=fp8`, `tp=2`, `ep=2`.
+/// How the engine rounds, and over how many ranks it is spread: words `routing=f32`, `kv=fp8`, `tp=2`, `ep=2`, `dp=2`.
 #[derive(Debug, Clone, Copy)]
 struct Mode {
     routing: Precision,
@@ -33,7 +33,7 @@ struct Mode {
 }
 
 impl Mode {
-    /// Splits off the words that say how the engine rounds and is spread; by default in bf16, on one GPU.
+    /// Splits off the words that say how the engine rounds and is spread; by default in bf16, on one rank.
     fn take(words: &[String]) -> Result<(Self, Vec<&str>)> {
         let mut mode = Self { routing: Precision::Bf16, kv_dtype: KvDtype::Bf16, layout: ParallelLayout::tp(1) };
         let mut rest = Vec::new();
@@ -45,6 +45,7 @@ impl Mode {
                 Some(("kv", "bf16")) => mode.kv_dtype = KvDtype::Bf16,
                 Some(("tp", ranks)) => mode.layout.tp = ranks.parse().with_context(|| word.clone())?,
                 Some(("ep", ranks)) => mode.layout.ep = ranks.parse().with_context(|| word.clone())?,
+                Some(("dp", groups)) => mode.layout.dp = groups.parse().with_context(|| word.clone())?,
                 Some(("routing" | "kv", _)) => bail!("{word}: known are routing=f32|bf16 and kv=fp8|bf16"),
                 _ => rest.push(word.as_str()),
             }
@@ -53,7 +54,7 @@ impl Mode {
     }
 }
 
-/// An engine over a checkpoint, or over the embedded nano where `model` is `nano`.
+/// An engine over a checkpoint, its ranks spread evenly over the GPUs that are here, or over the embedded nano where `model` is `nano`.
 fn build(
     model: &str,
     mode: Mode,
@@ -65,6 +66,7 @@ fn build(
         "nano" => Checkpoint::embedded_nano(),
         directory => Checkpoint::open(Path::new(directory)).context("the checkpoint")?,
     };
+    let gpus = cuda::available()?;
     let options = CudaOptions {
         layout: mode.layout,
         scheme: checkpoint.config().stored,
@@ -78,7 +80,7 @@ fn build(
         max_context_tokens: 4096,
         publish_layers: None,
         masked_tokens: Vec::new(),
-        devices: (0..mode.layout.ranks()).collect(),
+        devices: (0..mode.layout.ranks()).map(|rank| rank % gpus).collect(),
         probe,
     };
     let pages = [options.full_pages, options.window_pages];

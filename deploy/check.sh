@@ -37,6 +37,26 @@ compose_files() {
     done
 }
 
+# Docker waits 10 s longer than every service that drains, whatever DAMASK_DRAIN_GRACE_S is. docker-compose prints durations as they were
+# written, `docker compose` in its own way.
+stop_follows_drain() {
+    local grace
+    for grace in 7 20 90; do
+        DAMASK_DRAIN_GRACE_S=$grace compose -f compose.yaml --profile cpu --profile spare --profile gpu --profile two-prefills config \
+            | python3 -c '
+import re, sys
+units = {"h": 3600, "m": 60, "s": 1, "ms": 0.001}
+seconds = lambda text: sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(ms|[hms])", text))
+found = []
+for service in re.split(r"(?m)^  (?=[a-z])", sys.stdin.read()):
+    grace = re.search(r"DAMASK_DRAIN_GRACE_S: \W?(\d+)", service)
+    if grace:
+        found.append((float(grace[1]), seconds(re.search(r"stop_grace_period: (\S+)", service)[1])))
+assert found == [(float(sys.argv[1]), float(sys.argv[1]) + 10)] * 9, found
+' "$grace" || return
+    done
+}
+
 # Every variable of compose.yaml stands in .env.example with the same default, so that the file really shows every setting.
 env_example() {
     diff <(grep -o '\${[A-Z_0-9]*:-[^}]*}' compose.yaml | sed 's/^\${//; s/}$//; s/:-/=/' | grep -v '^PREFILL_1_GPUS=' | sort -u) \
@@ -66,6 +86,7 @@ metrics_exist() {
 
 find_promtool
 compose_files
+check 'stop_grace_period' stop_follows_drain
 check '.env.example' env_example
 mkdir -p "$work/prometheus"
 cp observability/prometheus.yaml ../helm/damask/files/alerts.yaml "$work/prometheus"

@@ -29,6 +29,9 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
+    /// Most stop tokens, the model's own counted in: each new token of each sequence is compared with all of its own.
+    pub const STOP_TOKENS_MAX: usize = 256;
+
     /// Tokens that must be in the KV cache before the next one can be sampled: prompt and generated so far.
     #[must_use]
     pub fn context_len(&self) -> usize {
@@ -59,6 +62,10 @@ impl GenerateRequest {
                 return fail(field, format!("[{i}] is {token}, the vocabulary has {vocab_size} tokens"));
             }
         }
+        if self.stop_token_ids.len() > Self::STOP_TOKENS_MAX {
+            let (given, most) = (self.stop_token_ids.len(), Self::STOP_TOKENS_MAX);
+            return fail("stop_token_ids", format!("has {given} tokens, at most {most} are allowed"));
+        }
         if self.max_tokens == 0 {
             return fail("max_tokens", "is 0, at least 1 is needed".into());
         }
@@ -76,9 +83,9 @@ impl GenerateRequest {
         }
         if self.context_len() >= max_context_tokens as usize {
             let reason = format!(
-                "prompt has {} tokens, at most {} fit (max_context_tokens is {max_context_tokens}, one is for the answer)",
+                "and resume_from have {} tokens, at most {} fit (max_context_tokens is {max_context_tokens}, one is for the answer)",
                 self.context_len(),
-                max_context_tokens - 1
+                max_context_tokens.saturating_sub(1)
             );
             return fail("prompt_tokens", reason);
         }
@@ -116,7 +123,7 @@ pub struct Sampling {
     pub frequency_penalty: f32,
     /// Divides positive, multiplies negative logits of tokens in prompt or output. Above 0; 1 is neutral.
     pub repetition_penalty: f32,
-    /// Added to the logits of single tokens, each in [-100, 100].
+    /// Added to the logits of single tokens, each in [-100, 100] and each token once.
     pub logit_bias: Vec<(TokenId, f32)>,
     /// Key of the counter-based generator; with `choice` and the output index it fixes every draw.
     pub seed: u64,
@@ -174,6 +181,12 @@ impl Sampling {
                 });
             }
         }
+        // More entries than tokens would be a message of any length, and their sums would leave the range.
+        let mut biased: Vec<TokenId> = self.logit_bias.iter().map(|(token, _)| *token).collect();
+        biased.sort_unstable();
+        if let Some(twice) = biased.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(InvalidRequest { field: "logit_bias", reason: format!("names token {} twice", twice[0]) });
+        }
         match self.logprobs {
             Some(n) if n > Self::MAX_LOGPROBS => Err(InvalidRequest {
                 field: "logprobs",
@@ -197,5 +210,74 @@ pub struct InvalidRequest {
 impl crate::Classify for InvalidRequest {
     fn class(&self) -> crate::ErrorClass {
         crate::ErrorClass::Caller
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> GenerateRequest {
+        GenerateRequest {
+            id: RequestId::new("r").unwrap(),
+            prompt: vec![1, 2],
+            generated: Vec::new(),
+            sampling: Sampling::default(),
+            stop_token_ids: vec![9],
+            max_tokens: 5,
+            constraint: None,
+            timeout: None,
+        }
+    }
+
+    fn refusal(change: impl FnOnce(&mut GenerateRequest)) -> String {
+        let mut request = request();
+        change(&mut request);
+        request.validate(10, 8).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_sound_request_passes_and_each_refusal_names_its_field() {
+        assert_eq!(request().validate(10, 8), Ok(()));
+        let sampled = |change: fn(&mut Sampling)| refusal(|request| change(&mut request.sampling));
+        for (refusal, expected) in [
+            (refusal(|request| request.prompt.clear()), "prompt_tokens is empty"),
+            (refusal(|request| request.prompt[1] = 10), "prompt_tokens [1] is 10, the vocabulary has 10 tokens"),
+            (refusal(|request| request.generated = vec![10]), "resume_from [0] is 10"),
+            (refusal(|request| request.generated = vec![1; 5]), "resume_from has 5 tokens, max_tokens is 5"),
+            (
+                refusal(|request| request.prompt = vec![1; 8]),
+                "prompt_tokens and resume_from have 8 tokens, at most 7 fit",
+            ),
+            (refusal(|request| request.stop_token_ids = vec![10]), "stop_token_ids [0] is 10"),
+            (refusal(|request| request.stop_token_ids = vec![1; 257]), "stop_token_ids has 257 tokens, at most 256"),
+            (refusal(|request| request.max_tokens = 0), "max_tokens is 0"),
+            (
+                refusal(|request| request.constraint = Some(Constraint { lark: "".into() })),
+                "constraint has a grammar of 0",
+            ),
+            (sampled(|sampling| sampling.temperature = f32::NAN), "temperature is NaN, allowed is 0 to 100"),
+            (sampled(|sampling| sampling.temperature = f32::INFINITY), "temperature is inf"),
+            (sampled(|sampling| sampling.top_p = f32::NAN), "top_p is NaN"),
+            (sampled(|sampling| sampling.min_p = f32::NAN), "min_p is NaN"),
+            (sampled(|sampling| sampling.presence_penalty = f32::NEG_INFINITY), "presence_penalty is -inf"),
+            (sampled(|sampling| sampling.frequency_penalty = f32::NAN), "frequency_penalty is NaN"),
+            (sampled(|sampling| sampling.repetition_penalty = 0.0), "repetition_penalty is 0"),
+            (sampled(|sampling| sampling.logit_bias = vec![(1, f32::NAN)]), "logit_bias is NaN"),
+            (sampled(|sampling| sampling.logit_bias = vec![(10, 1.0)]), "logit_bias names token 10, the vocabulary"),
+            (
+                sampled(|sampling| sampling.logit_bias = vec![(3, 1.0), (1, 2.0), (3, 1.0)]),
+                "logit_bias names token 3 twice",
+            ),
+            (sampled(|sampling| sampling.logprobs = Some(21)), "logprobs is 21, at most 20"),
+        ] {
+            assert!(refusal.starts_with(expected), "{refusal}, expected {expected}");
+        }
+    }
+
+    #[test]
+    fn a_context_without_room_for_anything_is_refused_in_words() {
+        let refused = request().validate(10, 0).unwrap_err().to_string();
+        assert!(refused.contains("at most 0 fit"), "{refused}");
     }
 }

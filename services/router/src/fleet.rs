@@ -323,7 +323,7 @@ fn decode_candidate<L>(worker: &Worker<L>) -> DecodeCandidate<'_> {
     let (description, load) = (&worker.report.description, &worker.report.load);
     DecodeCandidate {
         peer: &description.peer,
-        sequences: worker.permits.max(load.waiting + load.running),
+        sequences: worker.permits.max(load.waiting.saturating_add(load.running)),
         sequences_max: description.max_sequences,
         // The worker's own count may be old, or include what other routers gave it: it has the last word by refusing.
         has_room: !worker.is_full && worker.permits < description.max_sequences,

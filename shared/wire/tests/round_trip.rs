@@ -191,7 +191,16 @@ fn errors_name_the_field() {
     no_state.state = 0;
     let mut bad_group: pb::WorkerReport = report().into();
     bad_group.load.as_mut().unwrap().pools[0].group = "fool".into();
+    let described = |change: fn(&mut pb::WorkerDescription)| {
+        let mut message: pb::WorkerReport = report().into();
+        change(message.description.as_mut().unwrap());
+        message
+    };
+    let no_context = described(|description| description.max_context_tokens = 1);
+    let foreign_eos = described(|description| description.eos_token_ids.push(2_048));
     for (message, want) in [
+        (no_context, "description.max_context_tokens is 1, at least 2 are needed: a prompt token and an output token"),
+        (foreign_eos, "description.eos_token_ids has 2048, the vocabulary has 2048 tokens"),
         (no_tp, "description.kv_layout.tp is 0"),
         (odd_tp, "description.kv_layout.tp is 3, which does not divide 4 kv heads"),
         (no_endpoint, "description.kv_endpoint is missing, a decode worker must have one"),
@@ -209,6 +218,12 @@ fn errors_name_the_field() {
     assert_eq!(ticket_id(&[0; 15]).unwrap_err().to_string(), "ticket_id has 15 bytes, 16 are needed");
     let empty = pb::DecodeEvent { event: Some(pb::decode_event::Event::Tokens(pb::Tokens::default())) };
     assert_eq!(DecodeEvent::try_from(empty).unwrap_err().to_string(), "tokens.tokens is empty");
+    let last = pb::Tokens { first_index: u32::MAX, ..run().into() };
+    let last = pb::GenerateResponse { event: Some(pb::generate_response::Event::Tokens(last)) };
+    assert_eq!(
+        GenerateEvent::try_from(last).unwrap_err().to_string(),
+        "tokens.first_index is 4294967295: 2 more tokens cannot be numbered"
+    );
     let status: tonic::Status = InvalidMessage { field: "a.b".into(), reason: "is 0".into() }.into();
     assert_eq!((status.code(), status.message()), (tonic::Code::InvalidArgument, "a.b is 0"));
 }

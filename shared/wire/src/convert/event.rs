@@ -37,6 +37,14 @@ impl TryFrom<pb::Tokens> for TokenRun {
         if message.tokens.is_empty() {
             return Err(InvalidMessage::new("tokens", "is empty"));
         }
+        let end = u32::try_from(message.tokens.len()).ok().and_then(|count| message.first_index.checked_add(count));
+        if end.is_none() {
+            let (first, count) = (message.first_index, message.tokens.len());
+            return Err(InvalidMessage::new(
+                "first_index",
+                format!("is {first}: {count} more tokens cannot be numbered"),
+            ));
+        }
         Ok(Self { first_index: message.first_index, tokens: message.tokens.into_iter().map(Into::into).collect() })
     }
 }

@@ -91,6 +91,20 @@ impl TryFrom<pb::WorkerDescription> for WorkerDescription {
         if description.max_sequences == 0 {
             return Err(InvalidMessage::new("max_sequences", "is 0"));
         }
+        if description.max_context_tokens < 2 {
+            let reason = format!(
+                "is {}, at least 2 are needed: a prompt token and an output token",
+                description.max_context_tokens
+            );
+            return Err(InvalidMessage::new("max_context_tokens", reason));
+        }
+        let vocab_size = description.fingerprint.vocab_size;
+        if let Some(token) = description.eos_token_ids.iter().find(|token| **token >= vocab_size) {
+            return Err(InvalidMessage::new(
+                "eos_token_ids",
+                format!("has {token}, the vocabulary has {vocab_size} tokens"),
+            ));
+        }
         if description.role == types::Role::Decode && description.kv_endpoint.is_none() {
             return Err(InvalidMessage::new("kv_endpoint", "is missing, a decode worker must have one"));
         }

@@ -1,6 +1,6 @@
 //! Reads Hugging Face's tokenizer.json, as far as byte-level BPE in the manner of o200k goes, and refuses the rest.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use bpe::byte_pair_encoding::{BytePairEncoding, find_hash_factor_for_dictionary};
 use serde::Deserialize;
@@ -9,6 +9,11 @@ use types::TokenId;
 
 use super::VocabularyError;
 use super::split::is_o200k_pattern;
+
+/// Longest token. Those of o200k have up to 128 bytes; the time to check one grows with the square of its length.
+const TOKEN_BYTES_MAX: usize = 1_024;
+/// Highest token number: tables have a place for each below it.
+const TOKEN_ID_MAX: TokenId = (1 << 24) - 1;
 
 /// What a vocabulary is built from.
 pub(super) struct Parsed {
@@ -192,6 +197,14 @@ fn ordinary_tokens(vocab: &HashMap<String, TokenId>) -> Result<Vec<Vec<u8>>, Voc
         let Some(bytes) = bytes.filter(|bytes| !bytes.is_empty()) else {
             return Err(inconsistent(format!("model.vocab[{spelling:?}]"), "does not spell bytes"));
         };
+        if bytes.len() > TOKEN_BYTES_MAX {
+            let (id, length) = (tokens.len(), bytes.len());
+            return Err(unsupported(
+                format!("model.vocab: token {id}"),
+                format!("{length} bytes long"),
+                "up to 1,024 bytes",
+            ));
+        }
         if let [byte] = bytes.as_slice() {
             has_byte[usize::from(*byte)] = true;
         }
@@ -243,19 +256,16 @@ fn check_merges(model: &Model) -> Result<(), VocabularyError> {
 fn check_reachable(tokens: &[Vec<u8>]) -> Result<(), VocabularyError> {
     let ranks: HashMap<&[u8], usize> = tokens.iter().enumerate().map(|(id, token)| (token.as_slice(), id)).collect();
     for (id, token) in tokens.iter().enumerate() {
-        let mut parts: Vec<&[u8]> = token.chunks(1).collect();
-        while parts.len() > 1 {
-            let joined = |i: usize| {
-                let start = parts[..i].iter().map(|part| part.len()).sum::<usize>();
-                &token[start..start + parts[i].len() + parts[i + 1].len()]
-            };
-            let best = (0..parts.len() - 1).filter_map(|i| Some((*ranks.get(joined(i))?, i))).min();
+        // Where the parts begin, and the end of the last one.
+        let mut borders: Vec<usize> = (0..=token.len()).collect();
+        while borders.len() > 2 {
+            let joined = |i: usize| &token[borders[i]..borders[i + 2]];
+            let best = (0..borders.len() - 2).filter_map(|i| Some((*ranks.get(joined(i))?, i))).min();
             let Some((_, i)) = best else {
                 let reason = format!("token {id}, {:?}, cannot be made by merges", String::from_utf8_lossy(token));
                 return Err(inconsistent("model.vocab", reason));
             };
-            parts[i] = joined(i);
-            parts.remove(i + 1);
+            borders.remove(i + 1);
         }
     }
     Ok(())
@@ -263,6 +273,7 @@ fn check_reachable(tokens: &[Vec<u8>]) -> Result<(), VocabularyError> {
 
 fn special_tokens(added: Vec<AddedToken>, num_ordinary: usize) -> Result<Vec<(TokenId, String)>, VocabularyError> {
     let mut special: Vec<(TokenId, String)> = Vec::with_capacity(added.len());
+    let (mut ids, mut names) = (HashSet::new(), HashSet::new());
     for (i, AddedToken { id, content, special: is_special }) in added.into_iter().enumerate() {
         if !is_special {
             return Err(unsupported(format!("added_tokens[{i}].special"), false, "true"));
@@ -273,7 +284,10 @@ fn special_tokens(added: Vec<AddedToken>, num_ordinary: usize) -> Result<Vec<(To
                 format!("is {id}, the number of an ordinary token"),
             ));
         }
-        if special.iter().any(|(other, name)| *other == id || *name == content) {
+        if id > TOKEN_ID_MAX {
+            return Err(unsupported(format!("added_tokens[{i}].id"), id, "up to 16,777,215"));
+        }
+        if !ids.insert(id) || !names.insert(content.clone()) {
             return Err(inconsistent(format!("added_tokens[{i}]"), format!("{content:?} ({id}) is there twice")));
         }
         special.push((id, content));
@@ -319,7 +333,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_field() {
-        let cases: [(&str, String); 9] = [
+        let long = "a".repeat(1_025);
+        let cases: [(&str, String); 12] = [
             ("normalizer", error_after(|file| file["normalizer"] = json!({"type": "NFC"}))),
             ("model.type", error_after(|file| file["model"]["type"] = json!("Unigram"))),
             ("model.merges[1]", error_after(|file| file["model"]["merges"][1] = json!(["q", "zzz"]))),
@@ -327,6 +342,9 @@ mod tests {
             ("model.vocab[\"!\"]", error_after(|file| file["model"]["vocab"]["!"] = json!(70_000))),
             ("added_tokens[2].id", error_after(|file| file["added_tokens"][2]["id"] = json!(5))),
             ("added_tokens[2].id", error_after(|file| file["added_tokens"][2]["id"] = json!("five"))),
+            ("added_tokens[2].id is 4294967295", error_after(|file| file["added_tokens"][2]["id"] = json!(u32::MAX))),
+            ("added_tokens[2]", error_after(|file| file["added_tokens"][2] = file["added_tokens"][1].clone())),
+            ("token 5 is 1025 bytes long", error_after(|file| respell(file, 5, &long))),
             ("added_tokens[2].special", error_after(|file| file["added_tokens"][2]["special"] = json!(false))),
             (
                 "pre_tokenizer.pretokenizers[0].pattern",
@@ -336,6 +354,14 @@ mod tests {
         for (field, message) in cases {
             assert!(message.contains(field), "{message:?} does not name {field}");
         }
+    }
+
+    /// Gives token `id` another spelling.
+    fn respell(file: &mut Value, id: u32, spelling: &str) {
+        let vocab = file["model"]["vocab"].as_object_mut().unwrap();
+        let old = vocab.iter().find(|(_, value)| **value == json!(id)).unwrap().0.clone();
+        vocab.remove(&old);
+        vocab.insert(spelling.to_owned(), json!(id));
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! What a model's turn must look like, for requests that ask for more than free text. Grammars are text here, in the notation of
 //! [`types::Constraint`]; compiling them is for those who have a compiler.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json};
 use types::Constraint;
 
@@ -34,8 +36,8 @@ pub enum SchemaPlace {
 pub struct JsonShape {
     /// The schema.
     schema: Map<String, Value>,
-    /// Of a part: the definitions of the whole, under their keys.
-    definitions: Map<String, Value>,
+    /// Of a part: the definitions of the whole, under their keys. Shared: there may be thousands of parts, and definitions of any size.
+    definitions: Arc<Map<String, Value>>,
     /// Whether a keyword that no grammar can express is an error; if not, it is passed over.
     strict: bool,
 }
@@ -45,7 +47,7 @@ impl JsonShape {
     #[must_use]
     pub fn new(schema: &Value, strict: bool) -> Self {
         // `true` allows anything, and so does `{}`; of `false` and of what is no schema at all nothing sensible can be made.
-        Self { schema: schema.as_object().cloned().unwrap_or_default(), definitions: Map::new(), strict }
+        Self { schema: schema.as_object().cloned().unwrap_or_default(), definitions: Arc::default(), strict }
     }
 
     /// Any JSON object.
@@ -58,7 +60,7 @@ impl JsonShape {
     #[must_use]
     pub fn rule(&self) -> String {
         let mut schema = self.schema.clone();
-        for (key, definitions) in &self.definitions {
+        for (key, definitions) in self.definitions.iter() {
             schema.entry(key).or_insert_with(|| definitions.clone());
         }
         // Replaces options that a client may have smuggled in.
@@ -75,6 +77,7 @@ impl JsonShape {
     /// The schemas directly inside, with their paths from here: `properties.city`, `anyOf[1]`. Each keeps the definitions of the whole.
     #[must_use]
     pub fn parts(&self) -> Vec<(String, Self)> {
+        let definitions = self.all_definitions();
         let mut parts = Vec::new();
         for (key, value) in &self.schema {
             match (key.as_str(), value) {
@@ -90,15 +93,20 @@ impl JsonShape {
                 _ => {}
             }
         }
-        parts.into_iter().filter(|(_, part)| part.is_object()).map(|(path, part)| (path, self.part(part))).collect()
+        let shape = |part| Self { definitions: Arc::clone(&definitions), ..Self::new(part, self.strict) };
+        parts.into_iter().filter(|(_, part)| part.is_object()).map(|(path, part)| (path, shape(part))).collect()
     }
 
-    fn part(&self, part: &Value) -> Self {
-        let definitions = DEFINITIONS.iter().filter_map(|key| {
+    /// What parts can refer to.
+    fn all_definitions(&self) -> Arc<Map<String, Value>> {
+        if DEFINITIONS.iter().all(|key| !self.schema.contains_key(*key)) {
+            return Arc::clone(&self.definitions);
+        }
+        let own_or_inherited = DEFINITIONS.iter().filter_map(|key| {
             let definitions = self.schema.get(*key).or_else(|| self.definitions.get(*key))?;
             Some(((*key).to_owned(), definitions.clone()))
         });
-        Self { definitions: definitions.collect(), ..Self::new(part, self.strict) }
+        Arc::new(own_or_inherited.collect())
     }
 }
 
@@ -119,6 +127,19 @@ mod tests {
         let paths: Vec<&str> = parts.iter().map(|(path, _)| path.as_str()).collect();
         assert_eq!(paths, ["properties.a", "properties.b", "anyOf[0]", "items", "$defs.B"]);
         assert!(parts.iter().all(|(_, part)| part.rule().contains("$defs")));
+    }
+
+    /// Parts that each had a copy of the definitions would take gigabytes.
+    #[test]
+    fn parts_share_their_definitions() {
+        let properties: Map<String, Value> = (0..1_000).map(|idx| (format!("p{idx}"), json!({}))).collect();
+        let schema = json!({"properties": properties, "$defs": {"A": {"type": "null"}}});
+        let parts = JsonShape::new(&schema, true).parts();
+        assert_eq!(parts.len(), 1_001);
+        assert!(parts.iter().all(|(_, part)| Arc::ptr_eq(&part.definitions, &parts[0].1.definitions)));
+        let inner = JsonShape::new(&json!({"items": {"items": {}}, "$defs": {"A": {}}}), true);
+        let items = &inner.parts()[0].1;
+        assert!(Arc::ptr_eq(&items.parts()[0].1.definitions, &items.definitions), "and hand them on");
     }
 
     #[test]

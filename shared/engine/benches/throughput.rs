@@ -1,8 +1,9 @@
 //! Tokens per second of the CPU engine with gpt-oss-nano in f32, in the default layouts: decode on TP4 EP4, prefill on TP2, ranks as threads.
 //!
-//! Decode: each stream has a prompt of 200 tokens in the cache and samples greedily, one token a step, the next step launched before the last one is
-//! read. Prefill: one prompt of 1,000 tokens in chunks of 256, the last of which samples. Warm: each case runs once before it counts; the median
-//! of the repeats is printed, with the fastest. Sampling: one token out of 201,088, the vocabulary of gpt-oss-20b. `cargo bench -p engine --bench throughput`.
+//! Decode: each stream has a prompt of 200 tokens in the cache and samples greedily, one token a step, the next step
+//! launched before the last one is read. Prefill: one prompt of 1,000 tokens in chunks of 256, the last of which
+//! samples. Warm: each case runs once before it counts; the median of the repeats is printed, with the fastest.
+//! Sampling: one token out of 201,088, the vocabulary of gpt-oss-20b. `cargo bench -p engine --bench throughput`.
 
 #[path = "../tests/driver/mod.rs"]
 mod driver;

@@ -1,8 +1,8 @@
 //! The forward pass and sampling, tokens in and tokens out.
 //!
 //! Knows: models, ranks, collectives, kernels. Must not know: requests, tickets, sockets, clocks, any chat format.
-//! Start with [`Engine`]: one rank's side of a step. [`group::EngineGroup`] runs all ranks of an instance, [`cpu::build_group`] starts one on the CPU,
-//! `cuda::build_group` (feature `cuda`) one on a GPU.
+//! Start with [`Engine`]: one rank's side of a step. [`group::EngineGroup`] runs all ranks of an instance,
+//! [`cpu::build_group`] starts one on the CPU, `cuda::build_group` (feature `cuda`) one on a GPU.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

@@ -1,8 +1,8 @@
 //! From logits to a token.
 //!
-//! In this order: grammar mask; repetition penalty, frequency and presence penalties, logit bias; temperature; top-k; top-p over what top-k left; min-p; the
-//! draw. Log-probabilities are those of the model's own distribution, before any of it. Everything is a function of the logits, the request and
-//! the output index: no state but the counts of tokens.
+//! In this order: grammar mask; repetition penalty, frequency and presence penalties, logit bias; temperature; top-k;
+//! top-p over what top-k left; min-p; the draw. Log-probabilities are those of the model's own distribution, before any
+//! of it. Everything is a function of the logits, the request and the output index: no state but the counts of tokens.
 
 mod distribution;
 pub mod philox;

@@ -14,9 +14,11 @@
 //! | o_proj (columns) | the channels of its query heads |
 //! | head (rows) | `vocab_rows`: blocks of 128 rows cut by [`split`], single rows where the vocabulary is no multiple of 128 |
 //! | experts | `experts`: contiguous, `ep_rank` of `ep` |
-//! | gate_up (rows), down (columns) | `units`: intermediate units of those experts, whole MX blocks cut by [`split`], `expert_tp_rank` of `expert_tp`; gate and up row of a unit stay together |
+//! | gate_up (rows), down (columns) | `units` of those experts, whole MX blocks: `expert_tp_rank` of `expert_tp` |
 //! | biases of q, k, v, gate_up | the rank's rows |
 //! | biases of o_proj and down | all of it: see below |
+//!
+//! `units` are intermediate units, cut by [`split`]; gate and up row of a unit stay together.
 //!
 //! # Reductions
 //! o_proj and down_proj sum over something that is spread over ranks (query heads; intermediate units). To make that

@@ -349,7 +349,8 @@ impl DecodeScheduler {
     }
 
     /// The transport warrants that no writer of the ticket, on no rank and no connection, can write any more; asked by
-    /// [`DecodeAction::Fence`] or of its own accord. Frees the ticket's quarantined pages. A ticket that still lacks slices ends, since nobody can complete it. Idempotent.
+    /// [`DecodeAction::Fence`] or of its own accord. Frees the ticket's quarantined pages. A ticket that still lacks
+    /// slices ends, since nobody can complete it. Idempotent.
     pub fn fenced(&mut self, ticket: TicketId, out: &mut Vec<DecodeAction>) {
         let can_complete = self.sequences.get_mut(&ticket).is_none_or(|sequence| sequence.ticket.writer_fenced());
         if !can_complete {

@@ -97,8 +97,9 @@ impl Sequence {
 }
 
 impl DecodeScheduler {
-    /// The next step: one row for each sequence of the batch, group by group, the oldest of each first. `None` when there is nothing to compute, or when as many steps
-    /// are in flight as may be. Sequences that gave way for lack of pages end with [`Outcome::Preempted`].
+    /// The next step: one row for each sequence of the batch, group by group, the oldest of each first. `None` when
+    /// there is nothing to compute, or when as many steps are in flight as may be. Sequences that gave way for lack of
+    /// pages end with [`Outcome::Preempted`].
     pub fn plan(&mut self, out: &mut Vec<DecodeAction>) -> Option<StepPlan> {
         if self.in_flight.is_full() {
             return None;

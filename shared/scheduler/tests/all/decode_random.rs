@@ -242,8 +242,9 @@ impl Run {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
 
-    /// With one attention group or several: no page leaks, each ticket ends exactly once, its tokens come in order and are those of a monolithic run, however late
-    /// the engine runs its steps and whatever an unfenced writer does to its pages.
+    /// With one attention group or several: no page leaks, each ticket ends exactly once, its tokens come in order and
+    /// are those of a monolithic run, however late the engine runs its steps and whatever an unfenced writer does to
+    /// its pages.
     #[test]
     fn any_interleaving_ends_well(
         events in prop::collection::vec(event(), 1..250),

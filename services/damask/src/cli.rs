@@ -31,7 +31,7 @@ pub(crate) struct Cli {
     #[arg(long, global = true)]
     pub(crate) log_level: Option<String>,
     /// Seconds that running requests may take to finish once draining began; what remains then is cut.
-    #[arg(long, global = true, default_value_t = 20, env = "DAMASK_DRAIN_GRACE_S")]
+    #[arg(long, global = true, default_value_t = 20, env = "DAMASK_DRAIN_GRACE_S", value_parser = clap::value_parser!(u64).range(..=86_400))]
     drain_grace_s: u64,
     /// OpenTelemetry collector that the services send their spans to, over gRPC: http://host:4317 [default: none].
     #[arg(long, global = true, env = "OTEL_EXPORTER_OTLP_ENDPOINT")]

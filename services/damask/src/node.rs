@@ -123,7 +123,7 @@ pub(crate) async fn node(args: NodeArgs, options: Vec<String>, drain_grace: Dura
         ended = told_to_end() => ended.map_err(Into::into),
         Some(ended) = running.join_next() => {
             let (name, ended) = ended?;
-            tracing::error!(worker = name, "a worker cannot run: ending the others");
+            tracing::error!(service = name, "a worker cannot run: ending the others");
             stops.retain(|(other, _)| *other != name);
             ended.and_then(|()| Err(anyhow::anyhow!("{name} ended by itself")))
         }

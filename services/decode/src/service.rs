@@ -103,7 +103,7 @@ impl pb::decode_server::Decode for DecodeService {
         wire::trace::adopt(&span, &caller);
         let (dp_group, mut stream) = self.reserve(id, prefill.clone(), &request).await?;
         stream.ends_span(span);
-        tracing::debug!(request = %request.id, ticket = %id, %prefill, %dp_group, "reserved");
+        tracing::debug!(request_id = %request.id, ticket = %id, %prefill, %dp_group, "reserved");
         stream.begin_with(DecodeEvent::Reserved(Ticket {
             id,
             prefill,

@@ -143,7 +143,7 @@ impl pb::prefill_server::Prefill for PrefillService {
         if self.status.state() == WorkerState::Loading {
             return Err(PrefillError::Loading.into());
         }
-        tracing::debug!(request = %request.id, ticket = %ticket.id, decode = %ticket.decode, "submitted");
+        tracing::debug!(request_id = %request.id, ticket = %ticket.id, decode = %ticket.decode, "submitted");
         let prompt_tokens = request.context_len() as i64;
         let span = tracing::info_span!("prefill", request_id = %request.id, prompt_tokens, otel.kind = "server");
         wire::trace::adopt(&span, &caller);

@@ -214,7 +214,7 @@ impl Drive {
             Action::Full(peer) => {
                 let permits = [&holdings.prefill.permit, &holdings.decode.permit];
                 if let Some(permit) = permits.into_iter().flatten().find(|permit| *permit.peer() == peer) {
-                    tracing::debug!(%peer, "no room, waiting for it");
+                    tracing::debug!(worker = %peer, "no room, waiting for it");
                     permit.mark_full();
                 }
             }

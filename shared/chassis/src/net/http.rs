@@ -55,6 +55,6 @@ async fn connection(socket: Socket, app: axum::Router, drain: CancellationToken)
     };
     // A client that hangs up mid-request is everyday life.
     if let Err(error) = ended {
-        tracing::debug!(peer, error, "connection ended early");
+        tracing::debug!(client = peer, error, "connection ended early");
     }
 }

@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use chassis::config::{Problems, Validate};
 use chassis::net::Address;
-use kv::PageShape;
 use scheduler::DecodeConfig;
 use serde::{Deserialize, Serialize};
 use transfer::TransferConfig;
 use types::{ParallelLayout, Role};
-use worker::config::{GPU_MEMORY_SHARE, validate_layout, validate_memory_share, validate_name};
+use worker::config::{GPU_MEMORY_SHARE, validate_name, validate_pages, validate_placement};
 use worker::{
     Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WeightsConfig,
     WorkerError,
@@ -109,11 +108,8 @@ impl Default for Config {
 impl Validate for Config {
     fn validate(&self, problems: &mut Problems) {
         validate_name(&self.name, problems);
-        validate_layout(self.layout, problems);
-        validate_memory_share(self.gpu_memory_share, problems);
-        problems.range("ranks_per_gpu", self.ranks_per_gpu, 1..=8);
-        problems.range("page_tokens", self.page_tokens, 1..=1_024);
-        problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
+        validate_placement(self.layout, self.ranks_per_gpu, self.gpu_memory_share, problems);
+        validate_pages(self.page_tokens, self.max_context_tokens, self.full_pages, self.window_pages, problems);
         problems.range("max_sequences", self.max_sequences, 1..=4_096);
         let (sequences, dp) = (self.max_sequences, self.layout.dp);
         let divides = dp > 0 && sequences.is_multiple_of(dp);
@@ -140,13 +136,7 @@ pub(crate) struct Sizes {
 
 impl Config {
     pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
-        let open = model;
-        let model = open.config();
-        if self.max_context_tokens as usize > model.max_context_tokens {
-            let (ours, most) = (self.max_context_tokens, model.max_context_tokens);
-            return Err(WorkerError::Config(format!("max_context_tokens is {ours}, the model has {most}")));
-        }
-        let shape = PageShape { page_tokens: self.page_tokens, window: model.window as u32 };
+        let shape = model.page_shape(self.page_tokens, self.max_context_tokens)?;
         let longest = shape.pages_for(self.max_context_tokens);
         let group_sequences = self.max_sequences / self.layout.dp;
         let mut scheduler = DecodeConfig {
@@ -169,22 +159,19 @@ impl Config {
             layout: self.layout,
             ranks_per_gpu: self.ranks_per_gpu,
             numerics: self.numerics,
-            weights: self.weights.resolve(model.stored)?,
+            weights: self.weights.resolve(model.config().stored)?,
             page_tokens: self.page_tokens,
-            full_pages: scheduler.full_pages,
+            full_pages: 0,
             window_pages: scheduler.window_pages,
             max_slots: self.max_sequences,
             max_step_tokens: self.max_sequences * scheduler.max_row_tokens,
             max_context_tokens: self.max_context_tokens,
         };
-        engine.backend = open.choose_backend(self.backend, &engine)?;
         let most = group_sequences.saturating_mul(longest);
-        let wanted = PagesWanted { longest, most, on_cpu: longest.max(most / 4) };
-        scheduler.full_pages = match self.full_pages {
-            Some(pages) => pages,
-            None => open.full_pages(&engine, self.gpu_memory_share, wanted)?,
-        };
-        engine.full_pages = scheduler.full_pages;
+        let gpu_memory_share = self.gpu_memory_share;
+        let wanted = PagesWanted { longest, most, on_cpu: longest.max(most / 4), gpu_memory_share };
+        model.settle(&mut engine, self.full_pages, wanted)?;
+        scheduler.full_pages = engine.full_pages;
         // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
         scheduler.lookahead = engine.backend == Backend::Cuda;
         Ok(Sizes { engine, scheduler })

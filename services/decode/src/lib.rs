@@ -22,7 +22,7 @@ use transfer::host::HostReceiver;
 use transfer::{Arrival, ArrivalSink, ArrivalSlot, SinkClosed};
 use types::{KvEndpoint, Role, WorkerDescription};
 use wire::pb::decode_server::DecodeServer;
-use worker::{Mailbox, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, serve_kv, step_loop};
+use worker::{Mailbox, OpenModel, Runtime, WorkerError, WorkerService, serve_kv, step_loop};
 
 pub use config::Config;
 pub use error::DecodeError;
@@ -72,12 +72,8 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         let mailbox = mailbox.clone();
         move || mailbox.wake()
     };
-    let worker = WorkerService::new(
-        Arc::clone(&description),
-        Arc::clone(&runtime.status),
-        runtime.tasks.clone(),
-        on_drain.clone(),
-    );
+    let worker =
+        WorkerService::new(Arc::clone(&description), Arc::clone(&runtime.status), runtime.tasks.clone(), on_drain);
     let decode = DecodeService::new(&config, description, Arc::clone(&runtime.status), mailbox.clone());
     let health = runtime.health_routes::<DecodeServer<DecodeService>>();
     let router = grpc::server()
@@ -102,15 +98,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         Arc::clone(&runtime.status),
         runtime.metrics.clone(),
     );
-    let step_loop = StepLoop::start(
-        state,
-        (mailbox, inbox),
-        config.driver,
-        &config.step_loop,
-        Arc::clone(&runtime.status),
-        &runtime.tasks,
-    );
-    runtime.run(step_loop, &config.step_loop, on_drain).await
+    runtime.run(state, (mailbox, inbox), &config.step_loop).await
 }
 
 /// Arrivals go into the step loop's inbox: when it is full the connection waits, and through it the sender.

@@ -2,12 +2,11 @@
 
 use chassis::config::{Problems, Validate};
 use chassis::net::Address;
-use kv::PageShape;
 use scheduler::PrefillConfig;
 use serde::{Deserialize, Serialize};
 use transfer::TransferConfig;
 use types::{KvLayout, ParallelLayout, Role};
-use worker::config::{GPU_MEMORY_SHARE, validate_layout, validate_memory_share, validate_name};
+use worker::config::{GPU_MEMORY_SHARE, validate_name, validate_pages, validate_placement};
 use worker::{
     Backend, Driver, EngineConfig, ModelSource, NumericsConfig, OpenModel, PagesWanted, StepLoopConfig, WeightsConfig,
     WorkerError,
@@ -95,17 +94,14 @@ impl Default for Config {
 impl Validate for Config {
     fn validate(&self, problems: &mut Problems) {
         validate_name(&self.name, problems);
-        validate_layout(self.layout, problems);
-        validate_memory_share(self.gpu_memory_share, problems);
-        problems.range("ranks_per_gpu", self.ranks_per_gpu, 1..=8);
+        validate_placement(self.layout, self.ranks_per_gpu, self.gpu_memory_share, problems);
         problems.check(self.layout.ep == 1, "layout.ep", "must be 1: prefill splits every expert over all ranks");
         problems.check(
             self.layout.dp == 1,
             "layout.dp",
             "must be 1: prefill computes one prompt at a time, on all ranks",
         );
-        problems.range("page_tokens", self.page_tokens, 1..=1_024);
-        problems.range("max_context_tokens", self.max_context_tokens, 2..=1 << 20);
+        validate_pages(self.page_tokens, self.max_context_tokens, self.full_pages, self.window_pages, problems);
         problems.range("chunk_tokens", self.chunk_tokens, 1..=1 << 16);
         problems.range("max_queued", self.max_queued, 1..=1 << 16);
         problems.range("max_prompts", self.max_prompts, 1..=1_024);
@@ -125,13 +121,7 @@ pub(crate) struct Sizes {
 
 impl Config {
     pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
-        let open = model;
-        let model = open.config();
-        if self.max_context_tokens as usize > model.max_context_tokens {
-            let (ours, most) = (self.max_context_tokens, model.max_context_tokens);
-            return Err(WorkerError::Config(format!("max_context_tokens is {ours}, the model has {most}")));
-        }
-        let shape = PageShape { page_tokens: self.page_tokens, window: model.window as u32 };
+        let shape = model.page_shape(self.page_tokens, self.max_context_tokens)?;
         let longest = shape.pages_for(self.max_context_tokens);
         let mut scheduler = PrefillConfig {
             max_queued: self.max_queued,
@@ -151,22 +141,19 @@ impl Config {
             layout: self.layout,
             ranks_per_gpu: self.ranks_per_gpu,
             numerics: self.numerics,
-            weights: self.weights.resolve(model.stored)?,
+            weights: self.weights.resolve(model.config().stored)?,
             page_tokens: self.page_tokens,
-            full_pages: scheduler.full_pages,
+            full_pages: 0,
             window_pages: scheduler.window_pages,
             max_slots: self.max_prompts,
             max_step_tokens: self.chunk_tokens,
             max_context_tokens: self.max_context_tokens,
         };
-        engine.backend = open.choose_backend(self.backend, &engine)?;
-        let wanted =
-            PagesWanted { longest, most: self.max_prompts.max(2).saturating_mul(longest), on_cpu: 2 * longest };
-        scheduler.full_pages = match self.full_pages {
-            Some(pages) => pages,
-            None => open.full_pages(&engine, self.gpu_memory_share, wanted)?,
-        };
-        engine.full_pages = scheduler.full_pages;
+        let most = self.max_prompts.max(2).saturating_mul(longest);
+        let gpu_memory_share = self.gpu_memory_share;
+        let wanted = PagesWanted { longest, most, on_cpu: 2 * longest, gpu_memory_share };
+        model.settle(&mut engine, self.full_pages, wanted)?;
+        scheduler.full_pages = engine.full_pages;
         // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
         scheduler.lookahead = engine.backend == Backend::Cuda;
         Ok(Sizes { engine, scheduler })

@@ -23,7 +23,7 @@ use transfer::host::HostSender;
 use transfer::{Lanes, SendTransport};
 use types::{KvLayout, Role, WorkerDescription};
 use wire::pb::prefill_server::PrefillServer;
-use worker::{EngineConfig, NetworkConnector, OpenModel, Runtime, StepLoop, WorkerError, WorkerService, step_loop};
+use worker::{EngineConfig, NetworkConnector, OpenModel, Runtime, WorkerError, WorkerService, step_loop};
 
 pub use config::Config;
 pub use error::PrefillError;
@@ -79,12 +79,8 @@ async fn run_with_lanes(
         let mailbox = mailbox.clone();
         move || mailbox.wake()
     };
-    let worker = WorkerService::new(
-        Arc::clone(&description),
-        Arc::clone(&runtime.status),
-        runtime.tasks.clone(),
-        on_drain.clone(),
-    );
+    let worker =
+        WorkerService::new(Arc::clone(&description), Arc::clone(&runtime.status), runtime.tasks.clone(), on_drain);
     let prefill = PrefillService::new(
         &config,
         description,
@@ -116,15 +112,7 @@ async fn run_with_lanes(
         Arc::clone(&runtime.status),
         runtime.metrics.clone(),
     );
-    let step_loop = StepLoop::start(
-        state,
-        (mailbox, inbox),
-        config.driver,
-        &config.step_loop,
-        Arc::clone(&runtime.status),
-        &runtime.tasks,
-    );
-    runtime.run(step_loop, &config.step_loop, on_drain).await
+    runtime.run(state, (mailbox, inbox), &config.step_loop).await
 }
 
 fn describe(

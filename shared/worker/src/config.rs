@@ -9,7 +9,7 @@ use engine::cpu::{Numerics, Precision};
 use model::{DenseFormat, ExpertFormat, WeightScheme};
 use model::{RandomModel, UnknownModel};
 use serde::{Deserialize, Serialize};
-use types::KvDtype;
+use types::{KvDtype, ParallelLayout};
 
 use crate::backend::Backend;
 use crate::error::WorkerError;
@@ -237,10 +237,10 @@ impl Validate for StepLoopConfig {
 pub struct EngineConfig {
     /// The role's name, for logs.
     pub role: types::Role,
-    /// Which engine to build; what [`OpenModel::choose_backend`](crate::OpenModel::choose_backend) made of the config's.
+    /// Which engine to build; `Auto` until [`OpenModel::settle`](crate::OpenModel::settle).
     pub backend: Backend,
     /// Degrees of parallelism.
-    pub layout: types::ParallelLayout,
+    pub layout: ParallelLayout,
     /// Neighbouring ranks that share a GPU.
     pub ranks_per_gpu: u32,
     /// Rounding.
@@ -249,7 +249,7 @@ pub struct EngineConfig {
     pub weights: WeightScheme,
     /// Positions a page holds.
     pub page_tokens: u32,
-    /// Pages of the full-attention group.
+    /// Pages of the full-attention group; 0 until [`OpenModel::settle`](crate::OpenModel::settle).
     pub full_pages: u32,
     /// Pages of the window group.
     pub window_pages: u32,
@@ -263,12 +263,10 @@ pub struct EngineConfig {
 
 /// The default of `gpu_memory_share`: the rest is room for what other processes and the driver need.
 pub const GPU_MEMORY_SHARE: f64 = 0.9;
-
-/// Checks the share of a GPU's memory.
-pub fn validate_memory_share(share: f64, problems: &mut Problems) {
-    let is_share = share > 0.0 && share <= 1.0;
-    problems.check(is_share, "gpu_memory_share", format_args!("is {share}, a share lies above 0 and up to 1"));
-}
+/// Largest degree of parallelism of a kind.
+const DEGREE_MAX: u32 = 64;
+/// Most pages of a group: what a thousand sequences of a million positions take in pages of 16.
+const PAGES_MAX: u32 = 1 << 26;
 
 impl EngineConfig {
     /// What two workers compare: equal numerics make equal tokens.
@@ -278,16 +276,38 @@ impl EngineConfig {
     }
 }
 
-/// Checks degrees of parallelism without knowing the model; whether they divide its heads is checked when it is opened.
-pub fn validate_layout(layout: types::ParallelLayout, problems: &mut Problems) {
-    problems.range("layout.tp", layout.tp, 1..=64);
-    problems.range("layout.dp", layout.dp, 1..=64);
-    problems.range("layout.ep", layout.ep, 1..=64);
-    if layout.tp > 64 || layout.dp > 64 {
-        return;
+/// Checks where the ranks are. Whether their number divides the model's heads is checked when the model is opened.
+pub fn validate_placement(layout: ParallelLayout, ranks_per_gpu: u32, gpu_memory_share: f64, problems: &mut Problems) {
+    let degrees = [("layout.tp", layout.tp), ("layout.dp", layout.dp), ("layout.ep", layout.ep)];
+    for (field, degree) in degrees {
+        problems.range(field, degree, 1..=DEGREE_MAX);
     }
-    let divides = layout.ep > 0 && layout.ranks().is_multiple_of(layout.ep);
-    problems.check(divides, "layout.ep", format_args!("is {}, it must divide tp x dp ({})", layout.ep, layout.ranks()));
+    if degrees.iter().all(|(_, degree)| (1..=DEGREE_MAX).contains(degree)) {
+        let (ep, ranks) = (layout.ep, layout.ranks());
+        let divides = ranks.is_multiple_of(ep);
+        problems.check(divides, "layout.ep", format_args!("is {ep}, it must divide tp x dp ({ranks})"));
+    }
+    problems.range("ranks_per_gpu", ranks_per_gpu, 1..=8);
+    let is_share = gpu_memory_share > 0.0 && gpu_memory_share <= 1.0;
+    let reason = format_args!("is {gpu_memory_share}, a share lies above 0 and up to 1");
+    problems.check(is_share, "gpu_memory_share", reason);
+}
+
+/// Checks how many positions and pages there are. Whether they are enough is checked when the model is opened.
+pub fn validate_pages(
+    page_tokens: u32,
+    max_context_tokens: u32,
+    full_pages: Option<u32>,
+    window_pages: Option<u32>,
+    problems: &mut Problems,
+) {
+    problems.range("page_tokens", page_tokens, 1..=1_024);
+    problems.range("max_context_tokens", max_context_tokens, 2..=1 << 20);
+    for (field, pages) in [("full_pages", full_pages), ("window_pages", window_pages)] {
+        if let Some(pages) = pages {
+            problems.range(field, pages, 1..=PAGES_MAX);
+        }
+    }
 }
 
 /// Checks a worker's name, which travels in every ticket.

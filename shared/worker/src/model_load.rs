@@ -9,6 +9,7 @@ use engine::KvListener;
 use engine::cpu::{self, CpuOptions, LoadProgress};
 use engine::cuda::{self, CudaOptions, MemoryNeeds, Weights};
 use engine::group::EngineGroup;
+use kv::PageShape;
 use model::{Checkpoint, ModelConfig, RandomModel};
 use types::{KvLayout, ModelFingerprint, TokenId};
 use vocabulary::Vocabulary;
@@ -28,7 +29,7 @@ pub struct OpenModel {
 }
 
 /// How many full pages a worker could use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PagesWanted {
     /// By one sequence of the longest kind: at least so many are needed.
     pub longest: u32,
@@ -36,6 +37,8 @@ pub struct PagesWanted {
     pub most: u32,
     /// On the CPU, where memory is what the machine has.
     pub on_cpu: u32,
+    /// Share of each GPU's memory that a rank may take, weights counted in.
+    pub gpu_memory_share: f64,
 }
 
 /// Where the weights will come from.
@@ -117,11 +120,41 @@ impl OpenModel {
         &self.masked_tokens
     }
 
-    /// The engine that `wanted` comes to for this model: never `Auto`. Looks for a GPU unless the answer is plain.
+    /// How this model's pages hold `page_tokens` positions, for sequences of up to `max_context_tokens`.
     ///
     /// # Errors
-    /// As [`Backend::choose`]; and `Config` for random weights on the CPU, which has none.
-    pub fn choose_backend(&self, wanted: Backend, config: &EngineConfig) -> Result<Backend, WorkerError> {
+    /// `Config` when the model was not made for such a context.
+    pub fn page_shape(&self, page_tokens: u32, max_context_tokens: u32) -> Result<PageShape, WorkerError> {
+        let most = self.config().max_context_tokens;
+        if max_context_tokens as usize > most {
+            return Err(WorkerError::Config(format!(
+                "max_context_tokens is {max_context_tokens}, the model has {most}"
+            )));
+        }
+        Ok(PageShape { page_tokens, window: self.config().window as u32 })
+    }
+
+    /// Decides what `config` leaves open: its backend, of which `Auto` is none, and its full pages, `full_pages` or else what `sizing` comes to.
+    /// Looks for a GPU unless the answer is plain.
+    ///
+    /// # Errors
+    /// As [`Backend::choose`]; `Config` for random weights on the CPU, which has none, and when not even one sequence of the longest kind
+    /// fits; `Engine` when the GPU does not say how much memory it has.
+    pub fn settle(
+        &self,
+        config: &mut EngineConfig,
+        full_pages: Option<u32>,
+        sizing: PagesWanted,
+    ) -> Result<(), WorkerError> {
+        config.backend = self.choose_backend(config.backend, config)?;
+        config.full_pages = match full_pages {
+            Some(pages) => pages,
+            None => self.full_pages(config, sizing)?,
+        };
+        Ok(())
+    }
+
+    fn choose_backend(&self, wanted: Backend, config: &EngineConfig) -> Result<Backend, WorkerError> {
         match &self.origin {
             Origin::Checkpoint(_) => wanted.choose(config, self.is_embedded),
             Origin::Random { model, .. } if wanted == Backend::Cpu => {
@@ -149,13 +182,9 @@ impl OpenModel {
         })
     }
 
-    /// Full pages to set aside where the config names none: on a GPU as many as fit into `gpu_memory_share` of its memory, up to
-    /// `wanted`; on the CPU `default`. `longest` is what one sequence of the longest kind takes.
-    ///
-    /// # Errors
-    /// `Config` when not even one such sequence fits; `Engine` when the GPU does not say how much memory it has.
-    pub fn full_pages(&self, config: &EngineConfig, share: f64, pages: PagesWanted) -> Result<u32, WorkerError> {
-        let PagesWanted { longest, most, on_cpu } = pages;
+    /// On a GPU as many as fit into the share of its memory, up to `most`.
+    fn full_pages(&self, config: &EngineConfig, sizing: PagesWanted) -> Result<u32, WorkerError> {
+        let PagesWanted { longest, most, on_cpu, gpu_memory_share: share } = sizing;
         if config.backend != Backend::Cuda {
             return Ok(on_cpu);
         }

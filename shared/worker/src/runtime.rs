@@ -22,7 +22,7 @@ use crate::error::WorkerError;
 use crate::masks::MaskThreads;
 use crate::metrics::WorkerMetrics;
 use crate::status::Status;
-use crate::step_loop::{Driver, StepLoop};
+use crate::step_loop::{Driver, Inbox, Mailbox, StepLoop, Turn};
 
 /// The name under which gRPC's health service tells whether the worker makes progress, for liveness probes.
 pub const LIVE: &str = "live";
@@ -160,23 +160,25 @@ impl Runtime {
         started.map_err(|error| WorkerError::Config(format!("cannot start a thread for masks: {error}")))
     }
 
-    /// Serves until told to end: passes the drain on by `on_drain`, stops everything if the step loop fails, and ends the loop last,
-    /// when no task can have anything to say to it.
+    /// Runs the step loop of `role` and serves until told to end: wakes the loop for the drain, stops everything if it fails, and ends it
+    /// last, when no task can have anything to say to it.
     ///
     /// # Errors
     /// What ended the worker, if it was not told to end.
-    pub async fn run<M: Send + 'static>(
+    pub async fn run<T: Turn>(
         self,
-        step_loop: StepLoop<M>,
+        role: T,
+        (mailbox, inbox): (Mailbox<T::Message>, Inbox<T::Message>),
         config: &StepLoopConfig,
-        on_drain: impl Fn() + Send + Sync + 'static,
     ) -> Result<(), WorkerError> {
+        let status = Arc::clone(&self.status);
+        let step_loop = StepLoop::start(role, (mailbox.clone(), inbox), self.driver, config, status, &self.tasks);
         self.status.monitor(&self.tasks, std::time::Duration::from_millis(config.stuck_after_ms));
         let (status, shutdown) = (Arc::clone(&self.status), self.shutdown().clone());
         self.tasks.spawn_background("drain", async move {
             shutdown.drain().cancelled().await;
             status.begin_drain();
-            on_drain();
+            mailbox.wake();
         });
         let (ended, shutdown) = (step_loop.ended(), self.shutdown().clone());
         self.tasks.spawn_background("step-loop-watch", async move {
@@ -186,7 +188,7 @@ impl Runtime {
             }
         });
         self.status.loaded();
-        tracing::info!(peer = %self.peer, "ready");
+        tracing::info!(worker = %self.peer, "ready");
         let joined = self.tasks.join().await;
         step_loop.stop().await?;
         Ok(joined?)

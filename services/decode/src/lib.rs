@@ -64,6 +64,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
         max_sequences: config.max_sequences,
     });
 
+    let vocab_size = description.fingerprint.vocab_size;
     let (mailbox, inbox) = step_loop::mailbox(&config.step_loop);
     let sink = Arc::new(MailboxSink(mailbox.clone()));
     let receiver = Arc::new(HostReceiver::new(runtime.peer.clone(), layout, config.transfer.clone(), sink));
@@ -93,6 +94,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     let state = DecodeState::new(
         scheduler,
         loaded.engine,
+        vocab_size,
         masks,
         receiver,
         Arc::clone(&runtime.status),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use engine::group::{EngineGroup, KvWrite};
-use kv::{PageTables, SliceError};
+use kv::{KvSlice, PageTables, SliceError};
 use scheduler::ticket::TicketError;
 use scheduler::{
     AbortReason, DecodeAction, DecodeScheduler, MaskPromise, Outcome, PendingMask, Refusal, ReserveRequest,
@@ -60,7 +60,7 @@ struct Flight {
 #[derive(Default)]
 struct Staged {
     writes: Vec<Vec<KvWrite>>,
-    slices: Vec<(TicketId, PeerId, kv::KvSlice)>,
+    slices: Vec<(TicketId, PeerId, KvSlice)>,
 }
 
 /// See the module.
@@ -69,6 +69,8 @@ pub struct DecodeState {
     engine: Arc<EngineGroup>,
     masks: MaskThreads,
     layout: KvLayout,
+    /// Rows of the model's embedding: a token beyond them would end the engine, and all sequences with it.
+    vocab_size: u32,
     transport: Arc<dyn ReceiveTransport>,
     flights: HashMap<TicketId, Flight>,
     staged: Staged,
@@ -81,11 +83,12 @@ pub struct DecodeState {
 }
 
 impl DecodeState {
-    /// Nothing is reserved.
+    /// Nothing is reserved. `vocab_size` is the number of rows of the model's embedding.
     #[must_use]
     pub fn new(
         scheduler: DecodeScheduler,
         engine: Arc<EngineGroup>,
+        vocab_size: u32,
         masks: MaskThreads,
         transport: Arc<dyn ReceiveTransport>,
         status: Arc<Status>,
@@ -98,6 +101,7 @@ impl DecodeState {
             engine,
             masks,
             layout,
+            vocab_size,
             transport,
             flights: HashMap::new(),
             staged: Staged { writes, slices: Vec::new() },
@@ -198,7 +202,7 @@ impl DecodeState {
     }
 
     /// Takes note of slices that the transport has written to their pages.
-    fn on_landed(&mut self, now: Instant, ticket: TicketId, slices: &[kv::KvSlice], bytes: usize) {
+    fn on_landed(&mut self, now: Instant, ticket: TicketId, slices: &[KvSlice], bytes: usize) {
         let Some(flight) = self.flights.get_mut(&ticket) else { return };
         flight.first_part_at.get_or_insert(now);
         flight.kv_bytes += bytes as u64;
@@ -206,7 +210,7 @@ impl DecodeState {
         slices.iter().for_each(|slice| self.slice_arrived(ticket, &sender, slice));
     }
 
-    fn slice_arrived(&mut self, ticket: TicketId, sender: &PeerId, slice: &kv::KvSlice) {
+    fn slice_arrived(&mut self, ticket: TicketId, sender: &PeerId, slice: &KvSlice) {
         match self.scheduler.slice_arrived(ticket, sender, slice) {
             // A repetition holds the same bytes: it carries the same checksum.
             Ok(_) | Err(TicketError::Slice(SliceError::Duplicate { .. }) | TicketError::Gone(_)) => {}
@@ -215,7 +219,7 @@ impl DecodeState {
     }
 
     /// Takes a part of a ticket that is landing; others come too late and are dropped, as their pages are quarantined or gone.
-    fn stage(&mut self, now: Instant, ticket: TicketId, slice: kv::KvSlice, bytes: Vec<u8>) {
+    fn stage(&mut self, now: Instant, ticket: TicketId, slice: KvSlice, bytes: Vec<u8>) {
         let Some(flight) = self.flights.get_mut(&ticket) else { return };
         let Some(page) = flight.tables.as_ref().and_then(|tables| tables.physical(&slice)) else {
             let prefill = flight.prefill.clone();
@@ -246,11 +250,19 @@ impl DecodeState {
     }
 
     fn on_commit(&mut self, now: Instant, ticket: TicketId, first: FirstToken, reply: CommitReply) {
-        let Some(prefill) = self.flights.get(&ticket).map(|flight| flight.prefill.clone()) else {
+        let Some(flight) = self.flights.get(&ticket) else {
             // Cancelled while the commit was on its way. It is terminal: nothing of the ticket follows.
             reply.reject(transfer::AbortReason::Cancelled);
             return self.scheduler.fenced(ticket, &mut self.actions);
         };
+        let prefill = flight.prefill.clone();
+        if first.index != flight.first_index || first.token >= self.vocab_size {
+            let (FirstToken { index, token, .. }, next) = (first, flight.first_index);
+            let reason =
+                format!("token {token} with index {index} where {next} is next, of {} tokens", self.vocab_size);
+            tracing::warn!(%ticket, %prefill, reason, "transfer is not as agreed");
+            return self.reject_commit(ticket, reply, DecodeError::WrongParts { prefill, reason });
+        }
         let token = SampledToken { token: first.token, logprob: first.logprob, top: Vec::new() };
         match self.scheduler.commit(ticket, &prefill, token, &mut self.actions) {
             Ok(_) => {
@@ -263,12 +275,19 @@ impl DecodeState {
                 }
             }
             Err(error) => {
-                reply.reject(transfer::AbortReason::WrongParts);
-                self.metrics.transfer_failed("wrong_parts");
-                self.fail_transfer(ticket, &error);
-                self.scheduler.fenced(ticket, &mut self.actions);
+                tracing::warn!(%ticket, %prefill, %error, "transfer is not as agreed");
+                let reason = error.to_string();
+                self.reject_commit(ticket, reply, DecodeError::WrongParts { prefill, reason });
             }
         }
+    }
+
+    /// A commit is terminal: whatever is wrong with it, nothing of the ticket follows.
+    fn reject_commit(&mut self, ticket: TicketId, reply: CommitReply, failure: DecodeError) {
+        reply.reject(transfer::AbortReason::WrongParts);
+        self.metrics.transfer_failed("wrong_parts");
+        self.fail(ticket, AbortReason::TransferFailed, failure);
+        self.scheduler.fenced(ticket, &mut self.actions);
     }
 
     fn on_transfer_ended(&mut self, ticket: TicketId, cause: EndCause) {

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use engine::fault::Fault;
 use engine::{Engine, EngineError};
 use futures_util::{FutureExt, StreamExt};
-use kv::{KvSlice, PageMap};
+use kv::PageMap;
 use scheduler::plan::{RowOutput, StepOutput, StepPlan};
 use scheduler::{DecodeConfig, SequenceSpec};
 use transfer::TransferError;
@@ -18,6 +18,7 @@ use super::*;
 use crate::flight::{FlightStream, flight};
 
 const TTL: Duration = Duration::from_secs(5);
+const VOCAB_SIZE: u32 = 1_100;
 
 fn layout(tp: u32) -> KvLayout {
     KvLayout {
@@ -153,6 +154,7 @@ impl World {
         let state = DecodeState::new(
             scheduler,
             Arc::new(engine.unwrap()),
+            VOCAB_SIZE,
             masks(&metrics),
             Arc::clone(&transport) as Arc<dyn ReceiveTransport>,
             Arc::clone(&status),
@@ -221,9 +223,12 @@ fn part(ticket: u128, slice: KvSlice) -> Message {
 }
 
 fn commit(ticket: u128) -> (Message, oneshot::Receiver<Result<(), transfer::AbortReason>>) {
+    commit_with(ticket, FirstToken { index: 0, token: 999, logprob: None })
+}
+
+fn commit_with(ticket: u128, first: FirstToken) -> (Message, oneshot::Receiver<Result<(), transfer::AbortReason>>) {
     let (sender, verdict) = oneshot::channel();
     let reply = CommitReply::new(move |answer| sender.send(answer).unwrap());
-    let first = FirstToken { index: 0, token: 999, logprob: None };
     (arrival(ticket, ArrivalEvent::Commit { first, reply }), verdict)
 }
 
@@ -339,6 +344,21 @@ fn a_commit_without_all_parts_is_rejected() {
     assert_eq!(verdict.try_recv(), Ok(Err(transfer::AbortReason::WrongParts)));
     assert_eq!(read(&mut stream), [Err("KV_WRONG_PARTS".into())]);
     assert!(world.is_idle(), "COMMIT is terminal: nothing is left to wait for");
+}
+
+#[test]
+fn a_commit_with_a_token_that_cannot_be_is_rejected() {
+    for (index, token) in [(1, 999), (0, VOCAB_SIZE), (u32::MAX, u32::MAX)] {
+        let mut world = World::new();
+        let mut stream = world.reserve(1, 4, 16);
+        world.turn([begin(1)]);
+        world.turn(slices().into_iter().map(|slice| part(1, slice)));
+        let (message, mut verdict) = commit_with(1, FirstToken { index, token, logprob: None });
+        world.turn([message]);
+        assert_eq!(verdict.try_recv(), Ok(Err(transfer::AbortReason::WrongParts)), "token {token} at {index}");
+        assert_eq!(read(&mut stream), [Err("KV_WRONG_PARTS".into())]);
+        assert!(world.is_idle());
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Constraints on answers. The format writes the grammar; here it is compiled once before anything is generated, so that a client learns at
 //! once which of its schemas cannot be followed, and at which place.
 
-use constraint::{Compiler, InvalidGrammar};
+use constraint::{Compiler, InvalidGrammar, STACK_BYTES};
 use format::chat::{Conversation, JsonShape, SchemaPlace, ToolChoice, TurnConstraint};
 use types::Constraint;
 
@@ -60,11 +60,24 @@ impl Unchecked {
         Self { turn, params }
     }
 
-    /// Compiles the grammar: a millisecond or two, and up to some seconds to find what is wrong with a hostile one. Off the runtime.
+    /// Compiles the grammar: a millisecond or two, and up to some seconds to find what is wrong with a hostile one. Off the
+    /// runtime; on a thread of its own, since references that refer to references may nest deeper than any usual stack.
     ///
     /// # Errors
-    /// 400, naming the field and the place in its schema.
+    /// 400, naming the field and the place in its schema; 500 where the system refuses a thread.
     pub fn check(self, compiler: &Compiler) -> Result<Constraint, ApiError> {
+        let thread = std::thread::Builder::new().name("grammar".into()).stack_size(STACK_BYTES);
+        let checked = std::thread::scope(|scope| {
+            let checking = thread.spawn_scoped(scope, || self.check_here(compiler));
+            checking.map(|checking| checking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        checked.unwrap_or_else(|error| {
+            tracing::error!(%error, "no thread for a grammar");
+            Err(ApiError::Internal { message: "the grammar could not be checked".into() })
+        })
+    }
+
+    fn check_here(self, compiler: &Compiler) -> Result<Constraint, ApiError> {
         let Self { turn: TurnConstraint { grammar, schemas }, params } = self;
         let bytes = grammar.lark.len();
         if bytes > Constraint::BYTES_MAX {
@@ -190,6 +203,20 @@ mod tests {
     fn what_is_not_strict_is_followed_as_far_as_possible() {
         let unique = json!({"type": "array", "uniqueItems": true, "items": {"type": "integer"}});
         assert_eq!(check(answer(unique, false)), Ok(()));
+    }
+
+    /// On a usual stack this is the end of the process, and so of everybody's answers.
+    #[test]
+    fn references_that_refer_to_references_end_in_words() {
+        let link = |next: usize| json!({"allOf": [{"$ref": format!("#/$defs/d{next}")}]});
+        let mut definitions: serde_json::Map<String, Value> =
+            (0..10_000).map(|idx| (format!("d{idx}"), link(idx + 1))).collect();
+        definitions.insert("d10000".into(), json!({"uniqueItems": true}));
+        let (param, message) = check(answer(json!({"$ref": "#/$defs/d0", "$defs": definitions}), true)).unwrap_err();
+        assert!(
+            param.starts_with("response_format.json_schema.schema") && message.contains("cannot be followed"),
+            "{message}"
+        );
     }
 
     #[test]

@@ -35,6 +35,12 @@ fn limits() -> ParserLimits {
     }
 }
 
+/// Stack of a thread that compiles grammars, follows them or drops them. The grammar library walks groups, templates and chains of rules and of
+/// references by recursion, without a bound of its own: two bytes of text may cost 700 bytes of stack, and a stack that
+/// overflows ends the process. This holds any grammar of [`Constraint::BYTES_MAX`] twice over; only what is used of it
+/// takes memory.
+pub const STACK_BYTES: usize = 512 << 20;
+
 /// Text that stretches over any character: reasoning. Masks of such places come from a table instead of a walk over all tokens.
 const ANY_TEXT: &str = r"(?s:.+)";
 
@@ -70,7 +76,8 @@ impl Compiler {
         Self { factory, usable: Arc::new(usable) }
     }
 
-    /// Compiles a grammar: 0.2 to 2 ms for common schemas, bounded for all. `stop_token_ids` end the sequence where the grammar may end.
+    /// Compiles a grammar: 0.2 to 2 ms for common schemas; a long regular expression may take seconds. A grammar that may be anything needs a
+    /// thread with a stack of [`STACK_BYTES`]. `stop_token_ids` end the sequence where the grammar may end.
     ///
     /// # Errors
     /// [`InvalidGrammar`].

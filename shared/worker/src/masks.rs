@@ -11,16 +11,13 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use constraint::{Compiler, Matcher};
+use constraint::{Compiler, Matcher, STACK_BYTES};
 use prometheus_client::metrics::histogram::Histogram;
 use scheduler::{MaskFailure, MaskPromise, SequenceSpec};
 use types::{Constraint, TicketId, TokenId};
 
 /// Orders that wait for one thread: two a sequence and step. The step loop waits for room when there are more.
 const ORDERS_MAX: usize = 1_024;
-
-/// Compiling walks nested schemas by recursion.
-const STACK_BYTES: usize = 8 << 20;
 
 enum Order {
     Open { ticket: TicketId, opening: Opening },

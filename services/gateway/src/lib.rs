@@ -15,6 +15,7 @@ pub mod auth;
 pub mod calendar;
 pub mod caller;
 pub mod chat;
+pub mod choices;
 pub mod completions;
 pub mod config;
 pub mod constraint;

@@ -1,10 +1,13 @@
 //! Pieces of an answer as the bodies of Chat Completions: chunks of a stream, or one whole body folded from the same
 //! pieces.
 
+use std::sync::Arc;
+
 use format::chat::{Answer, ChatFinish, Delta};
 use serde::Serialize;
 use vocabulary::Vocabulary;
 
+use crate::choices::{Fold, StreamWriter};
 use crate::ids::ResponseKey;
 use crate::logprobs::{ChoiceLogprobs, TokenLogprobs};
 use crate::turn::Piece;
@@ -76,28 +79,24 @@ struct FunctionChunk {
 
 /// Makes the chunks of one stream.
 #[derive(Debug)]
-pub struct ChunkWriter<'a> {
-    head: &'a ResponseHead,
-    vocabulary: &'a Vocabulary,
+pub struct ChunkWriter {
+    head: ResponseHead,
+    vocabulary: Arc<Vocabulary>,
+    num_choices: u32,
     include_usage: bool,
 }
 
-impl<'a> ChunkWriter<'a> {
-    /// Makes chunks of the response `head`; with `include_usage`, a last one tells what it cost.
-    #[must_use]
-    pub fn new(head: &'a ResponseHead, vocabulary: &'a Vocabulary, include_usage: bool) -> Self {
-        Self { head, vocabulary, include_usage }
+impl StreamWriter for ChunkWriter {
+    type Chunk = ChatChunk;
+
+    /// The role of each answer.
+    fn opening(&self) -> Vec<ChatChunk> {
+        let role =
+            |choice| self.chunk(choice, ChunkDelta { role: Some("assistant"), ..ChunkDelta::default() }, None, None);
+        (0..self.num_choices).map(role).collect()
     }
 
-    /// The first chunk of answer `choice`: its role.
-    #[must_use]
-    pub fn first(&self, choice: u32) -> ChatChunk {
-        self.chunk(choice, ChunkDelta { role: Some("assistant"), ..ChunkDelta::default() }, None, None)
-    }
-
-    /// A piece of answer `choice`.
-    #[must_use]
-    pub fn piece(&self, choice: u32, piece: &Piece) -> ChatChunk {
+    fn piece(&mut self, choice: u32, piece: &Piece) -> ChatChunk {
         let delta = match &piece.delta {
             Delta::Reasoning(text) => {
                 let text = text.joined();
@@ -115,20 +114,24 @@ impl<'a> ChunkWriter<'a> {
                 ChunkDelta { tool_calls: Some([chunk]), ..ChunkDelta::default() }
             }
         };
-        self.chunk(choice, delta, logprobs(&piece.logprobs, self.vocabulary), None)
+        self.chunk(choice, delta, logprobs(&piece.logprobs, &self.vocabulary), None)
     }
 
-    /// The last chunk of answer `choice`: why it ended.
-    #[must_use]
-    pub fn last(&self, choice: u32, reason: ChatFinish) -> ChatChunk {
+    fn last(&self, choice: u32, reason: ChatFinish) -> ChatChunk {
         self.chunk(choice, ChunkDelta::default(), None, Some(reason.as_str()))
     }
 
-    /// The chunk after all answers, if usage was asked for.
-    #[must_use]
-    pub fn usage(&self, cost: Cost) -> Option<ChatChunk> {
+    fn usage(&self, cost: Cost) -> Option<ChatChunk> {
         let body = || ChatChunk { choices: Vec::new(), usage: Some(Some(cost.into())), ..self.empty() };
         self.include_usage.then(body)
+    }
+}
+
+impl ChunkWriter {
+    /// Makes chunks of the response `head` with `num_choices` answers; with `include_usage`, a last one tells what it cost.
+    #[must_use]
+    pub fn new(head: ResponseHead, vocabulary: Arc<Vocabulary>, num_choices: u32, include_usage: bool) -> Self {
+        Self { head, vocabulary, num_choices, include_usage }
     }
 
     fn chunk(
@@ -208,15 +211,13 @@ pub struct FoldedChoice {
     finish_reason: Option<ChatFinish>,
 }
 
-impl FoldedChoice {
-    /// Adds a piece, in the order of generation.
-    pub fn push(&mut self, piece: &Piece, vocabulary: &Vocabulary) {
+impl Fold for FoldedChoice {
+    fn push(&mut self, piece: &Piece, vocabulary: &Vocabulary) {
         self.answer.push(&piece.delta);
         self.logprobs.extend(piece.logprobs.iter().map(|token| TokenLogprobs::new(token, vocabulary)));
     }
 
-    /// Ends the answer.
-    pub fn finish(&mut self, reason: ChatFinish) {
+    fn finish(&mut self, reason: ChatFinish) {
         self.finish_reason = Some(reason);
     }
 }

@@ -1,9 +1,12 @@
+use std::sync::Arc;
+
 use format::chat::{CallDelta, ChatFinish, Delta, TextDelta};
 use serde_json::{Value, json};
 use types::{SampledToken, Sampling, TokenLogprob};
 use vocabulary::Vocabulary;
 
 use super::{ChatCompletion, ChatRequest, ChunkWriter, FoldedChoice, ResponseHead, lower};
+use crate::choices::{Fold, StreamWriter};
 use crate::error::ApiError;
 use crate::ids::ResponseKey;
 use crate::plan::{LoweringContext, PromptDefaults};
@@ -114,8 +117,7 @@ fn pieces() -> Vec<Piece> {
 
 #[test]
 fn chunks_carry_both_reasoning_names_and_a_call_names_itself_once() {
-    let (head, vocabulary) = (head(), Vocabulary::o200k_harmony());
-    let writer = ChunkWriter::new(&head, &vocabulary, false);
+    let mut writer = ChunkWriter::new(head(), Vocabulary::o200k_harmony(), 2, false);
     let deltas: Vec<Value> = pieces()
         .iter()
         .map(|piece| serde_json::to_value(writer.piece(0, piece)).unwrap()["choices"][0]["delta"].clone())
@@ -130,7 +132,9 @@ fn chunks_carry_both_reasoning_names_and_a_call_names_itself_once() {
         json!({ "tool_calls": [{ "index": 0, "function": { "arguments": ":1}" } }] }),
     ];
     assert_eq!(deltas, expected);
-    let first = serde_json::to_value(writer.first(1)).unwrap();
+    let opening = serde_json::to_value(writer.opening()).unwrap();
+    assert_eq!(opening.as_array().unwrap().len(), 2);
+    let first = &opening[1];
     assert_eq!(
         first["choices"][0],
         json!({
@@ -143,9 +147,8 @@ fn chunks_carry_both_reasoning_names_and_a_call_names_itself_once() {
 
 #[test]
 fn usage_is_null_in_all_chunks_but_the_last_which_has_no_choices() {
-    let (head, vocabulary) = (head(), Vocabulary::o200k_harmony());
-    let writer = ChunkWriter::new(&head, &vocabulary, true);
-    assert_eq!(serde_json::to_value(writer.first(0)).unwrap()["usage"], Value::Null);
+    let writer = ChunkWriter::new(head(), Vocabulary::o200k_harmony(), 1, true);
+    assert_eq!(serde_json::to_value(writer.opening()).unwrap()[0]["usage"], Value::Null);
     let cost = Cost { prompt_tokens: 10, cached_tokens: 4, output_tokens: 5, reasoning_tokens: 2 };
     let last = serde_json::to_value(writer.usage(cost).unwrap()).unwrap();
     assert_eq!(last["choices"], json!([]));
@@ -186,13 +189,14 @@ fn a_whole_body_is_what_a_client_accumulates() {
 
 #[test]
 fn logprobs_spell_out_tokens() {
-    let (head, vocabulary) = (head(), Vocabulary::o200k_harmony());
+    let vocabulary = Vocabulary::o200k_harmony();
     let hello = vocabulary.encode("Hello")[0];
     let delta = Delta::Content(TextDelta { message_idx: 0, text: "Hello".into(), joins: false });
     let top =
         vec![TokenLogprob { token: hello, logprob: -0.5 }, TokenLogprob { token: 200_002, logprob: f32::NEG_INFINITY }];
     let piece = Piece { delta, logprobs: vec![SampledToken { token: hello, logprob: Some(-0.5), top }] };
-    let chunk = serde_json::to_value(ChunkWriter::new(&head, &vocabulary, false).piece(0, &piece)).unwrap();
+    let chunk =
+        serde_json::to_value(ChunkWriter::new(head(), Arc::clone(&vocabulary), 1, false).piece(0, &piece)).unwrap();
     assert_eq!(
         chunk["choices"][0]["logprobs"],
         json!({ "content": [{

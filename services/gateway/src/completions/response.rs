@@ -1,5 +1,7 @@
 //! Pieces of a continuation as the bodies of Completions.
 
+use std::sync::Arc;
+
 use format::chat::{ChatFinish, Delta};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -7,6 +9,7 @@ use types::SampledToken;
 use vocabulary::Vocabulary;
 
 use crate::chat::ResponseHead;
+use crate::choices::{Fold, StreamWriter};
 use crate::turn::Piece;
 use crate::usage::{ChatUsage, Cost};
 
@@ -77,9 +80,8 @@ pub struct FoldedCompletion {
     finish_reason: Option<ChatFinish>,
 }
 
-impl FoldedCompletion {
-    /// Adds a piece, in the order of generation.
-    pub fn push(&mut self, piece: &Piece, vocabulary: &Vocabulary) {
+impl Fold for FoldedCompletion {
+    fn push(&mut self, piece: &Piece, vocabulary: &Vocabulary) {
         let more = TextLogprobs::of(piece, self.text.len(), vocabulary);
         self.text.push_str(text(piece));
         self.logprobs.tokens.extend(more.tokens);
@@ -88,49 +90,51 @@ impl FoldedCompletion {
         self.logprobs.text_offset.extend(more.text_offset);
     }
 
-    /// Ends the continuation.
-    pub fn finish(&mut self, reason: ChatFinish) {
+    fn finish(&mut self, reason: ChatFinish) {
         self.finish_reason = Some(reason);
     }
 }
 
 /// Makes the bodies of one response.
 #[derive(Debug)]
-pub struct CompletionWriter<'a> {
-    head: &'a ResponseHead,
-    vocabulary: &'a Vocabulary,
+pub struct CompletionWriter {
+    head: ResponseHead,
+    vocabulary: Arc<Vocabulary>,
     include_usage: bool,
     /// Bytes of text sent for each continuation.
     sent: Vec<usize>,
 }
 
-impl<'a> CompletionWriter<'a> {
-    /// Makes bodies of the response `head` with `num_answers` continuations.
-    #[must_use]
-    pub fn new(head: &'a ResponseHead, vocabulary: &'a Vocabulary, num_answers: usize, include_usage: bool) -> Self {
-        Self { head, vocabulary, include_usage, sent: vec![0; num_answers] }
+impl StreamWriter for CompletionWriter {
+    type Chunk = TextCompletion;
+
+    fn opening(&self) -> Vec<TextCompletion> {
+        Vec::new()
     }
 
-    /// A chunk with a piece of continuation `index`.
-    pub fn piece(&mut self, index: u32, piece: &Piece) -> TextCompletion {
-        let sent = &mut self.sent[index as usize];
-        let logprobs = TextLogprobs::of(piece, *sent, self.vocabulary);
+    fn piece(&mut self, choice: u32, piece: &Piece) -> TextCompletion {
+        let sent = &mut self.sent[choice as usize];
+        let logprobs = TextLogprobs::of(piece, *sent, &self.vocabulary);
         *sent += text(piece).len();
         let logprobs = (!logprobs.tokens.is_empty()).then_some(logprobs);
-        self.body(vec![TextChoice { index, text: text(piece).to_owned(), logprobs, finish_reason: None }])
+        self.body(vec![TextChoice { index: choice, text: text(piece).to_owned(), logprobs, finish_reason: None }])
     }
 
-    /// The last chunk of continuation `index`.
-    #[must_use]
-    pub fn last(&self, index: u32, reason: ChatFinish) -> TextCompletion {
+    fn last(&self, choice: u32, reason: ChatFinish) -> TextCompletion {
         let finish_reason = Some(reason.as_str());
-        self.body(vec![TextChoice { index, text: String::new(), logprobs: None, finish_reason }])
+        self.body(vec![TextChoice { index: choice, text: String::new(), logprobs: None, finish_reason }])
     }
 
-    /// The chunk after all continuations, if usage was asked for.
-    #[must_use]
-    pub fn usage(&self, cost: Cost) -> Option<TextCompletion> {
+    fn usage(&self, cost: Cost) -> Option<TextCompletion> {
         self.include_usage.then(|| TextCompletion { usage: Some(Some(cost.into())), ..self.body(Vec::new()) })
+    }
+}
+
+impl CompletionWriter {
+    /// Makes bodies of the response `head` with `num_choices` continuations; with `include_usage`, a last chunk tells what it cost.
+    #[must_use]
+    pub fn new(head: ResponseHead, vocabulary: Arc<Vocabulary>, num_choices: u32, include_usage: bool) -> Self {
+        Self { head, vocabulary, include_usage, sent: vec![0; num_choices as usize] }
     }
 
     /// The whole response.

@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use format::chat::{ChatFinish, ChatStream};
 use serde_json::{Value, json};
 use types::{FinishReason, SampledToken, TokenLogprob};
@@ -5,6 +7,7 @@ use vocabulary::Vocabulary;
 
 use super::{CompletionWriter, FoldedCompletion, PlainParser, lower};
 use crate::chat::ResponseHead;
+use crate::choices::{Fold, StreamWriter};
 use crate::ids::ResponseKey;
 use crate::turn::Turn;
 use crate::usage::Cost;
@@ -61,7 +64,7 @@ fn streamed_and_whole_agree_and_broken_characters_wait_for_their_rest() {
     let end = turn.finish(Some(FinishReason::Length), &mut pieces);
     assert_eq!((end.reason, end.output_tokens as usize), (ChatFinish::Length, tokens.len()));
 
-    let mut writer = CompletionWriter::new(&head, &vocabulary, 1, false);
+    let mut writer = CompletionWriter::new(head, Arc::clone(&vocabulary), 1, false);
     let mut folded = FoldedCompletion::default();
     let (mut streamed, mut offsets) = (String::new(), Vec::new());
     for piece in &pieces {

@@ -5,16 +5,12 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
-use axum::response::sse::Event;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use futures_util::Stream;
-use types::RequestId;
 
-use super::{body, sse};
-use crate::answers::{Answers, Update};
+use super::{body, choices, sse};
 use crate::caller::Caller;
-use crate::chat::{self, ChatCompletion, ChunkWriter, FoldedChoice, ResponseHead};
+use crate::chat::{self, ChatCompletion, ChunkWriter};
 use crate::constraint::SchemaParams;
 use crate::error::ApiError;
 use crate::service::{Call, Job, Service, offload};
@@ -38,61 +34,14 @@ pub(super) async fn create(
     .await?;
     let with_logprobs = request.plan.sampling.logprobs.is_some();
     let (stream, include_usage) = (request.stream, request.include_usage);
-    let answers = service.answer(&call, Job::chat(request.plan, prompt, "messages"), slot).await?;
+    let mut answers = service.answer(&call, Job::chat(request.plan, prompt, "messages"), slot).await?;
     let head = service.response_head();
     if stream {
-        let events = events(Arc::clone(&service), call.id.clone(), head, answers, include_usage);
+        let vocabulary = Arc::clone(service.model.vocabulary());
+        let writer = ChunkWriter::new(head, vocabulary, answers.num_answers(), include_usage);
+        let events = choices::events(Arc::clone(&service), call.id.clone(), writer, answers);
         return Ok(sse::response(&service, call.id, events));
     }
-    Ok(Json(whole(&service, &head, answers, with_logprobs).await?).into_response())
-}
-
-fn events(
-    service: Arc<Service>,
-    id: RequestId,
-    head: ResponseHead,
-    mut answers: Answers,
-    include_usage: bool,
-) -> impl Stream<Item = Event> {
-    async_stream::stream! {
-        let writer = ChunkWriter::new(&head, service.model.vocabulary(), include_usage);
-        for choice in 0..answers.num_answers() {
-            yield sse::data(&writer.first(choice));
-        }
-        while let Some(event) = answers.next().await {
-            match event {
-                Ok(event) => yield sse::data(&match event.update {
-                    Update::Piece(piece) => writer.piece(event.index, &piece),
-                    Update::End(end) => writer.last(event.index, end.reason),
-                }),
-                Err(error) => {
-                    service.broke_off(&id, &error);
-                    yield sse::error(&error);
-                    return;
-                }
-            }
-        }
-        if let Some(usage) = writer.usage(answers.cost()) {
-            yield sse::data(&usage);
-        }
-        yield sse::done();
-    }
-}
-
-async fn whole(
-    service: &Service,
-    head: &ResponseHead,
-    mut answers: Answers,
-    with_logprobs: bool,
-) -> Result<ChatCompletion, ApiError> {
-    let mut choices: Vec<_> = (0..answers.num_answers()).map(|_| FoldedChoice::default()).collect();
-    while let Some(event) = answers.next().await {
-        let event = event?;
-        let choice = &mut choices[event.index as usize];
-        match event.update {
-            Update::Piece(piece) => choice.push(&piece, service.model.vocabulary()),
-            Update::End(end) => choice.finish(end.reason),
-        }
-    }
-    Ok(ChatCompletion::new(head, choices, answers.cost(), with_logprobs))
+    let folded = choices::folded(&service, &mut answers).await?;
+    Ok(Json(ChatCompletion::new(&head, folded, answers.cost(), with_logprobs)).into_response())
 }

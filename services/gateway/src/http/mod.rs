@@ -2,6 +2,7 @@
 
 mod body;
 mod chat;
+mod choices;
 mod completions;
 mod edge;
 mod models;

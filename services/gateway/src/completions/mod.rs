@@ -101,21 +101,8 @@ pub fn lower(
             format!("logprobs is {logprobs}, at most {LOGPROBS_MAX} is allowed"),
         ));
     }
-    let prompts = match body.prompt.ok_or_else(|| ApiError::invalid("prompt", "prompt is missing"))? {
-        Prompt::Text(text) => vec![vocabulary.encode(&text)],
-        Prompt::Texts(texts) => texts.iter().map(|text| vocabulary.encode(text)).collect(),
-        Prompt::Tokens(tokens) => vec![tokens],
-        Prompt::TokenLists(lists) => lists,
-    };
-    if prompts.iter().any(Vec::is_empty) || prompts.is_empty() {
-        return Err(ApiError::invalid("prompt", "prompt is empty"));
-    }
     let num_choices = params::num_choices(body.n, choices_max)?;
-    if prompts.len() > (choices_max / num_choices) as usize {
-        let message =
-            format!("{} prompts with n = {num_choices}: at most {choices_max} answers are allowed", prompts.len());
-        return Err(ApiError::invalid("prompt", message));
-    }
+    let prompts = prompts(body.prompt, num_choices, choices_max, vocabulary)?;
     let sampling = SamplingFields {
         temperature: body.temperature,
         top_p: body.top_p,
@@ -139,6 +126,36 @@ pub fn lower(
         stream,
         include_usage: stream && body.stream_options.unwrap_or_default().include_usage.unwrap_or(false),
     })
+}
+
+/// The prompts as tokens. They are counted before any is encoded: each is answered `num_choices` times, with at most `choices_max` answers.
+fn prompts(
+    prompt: Option<Prompt>,
+    num_choices: u32,
+    choices_max: u32,
+    vocabulary: &Vocabulary,
+) -> Result<Vec<Vec<TokenId>>, ApiError> {
+    let prompt = prompt.ok_or_else(|| ApiError::invalid("prompt", "prompt is missing"))?;
+    let num_prompts = match &prompt {
+        Prompt::Text(_) | Prompt::Tokens(_) => 1,
+        Prompt::Texts(texts) => texts.len(),
+        Prompt::TokenLists(lists) => lists.len(),
+    };
+    if num_prompts > (choices_max / num_choices) as usize {
+        let message =
+            format!("{num_prompts} prompts with n = {num_choices}: at most {choices_max} answers are allowed");
+        return Err(ApiError::invalid("prompt", message));
+    }
+    let prompts = match prompt {
+        Prompt::Text(text) => vec![vocabulary.encode(&text)],
+        Prompt::Texts(texts) => texts.iter().map(|text| vocabulary.encode(text)).collect(),
+        Prompt::Tokens(tokens) => vec![tokens],
+        Prompt::TokenLists(lists) => lists,
+    };
+    if prompts.is_empty() || prompts.iter().any(Vec::is_empty) {
+        return Err(ApiError::invalid("prompt", "prompt is empty"));
+    }
+    Ok(prompts)
 }
 
 #[cfg(test)]

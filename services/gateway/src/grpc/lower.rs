@@ -77,8 +77,12 @@ fn message(idx: usize, message: pb::ChatMessage) -> Result<Message, ApiError> {
         Some(Kind::Instructions(pb::InstructionsMessage { text })) => Message::Instructions { text },
         Some(Kind::User(pb::UserMessage { text, name })) => Message::User { name, text },
         Some(Kind::Assistant(pb::AssistantMessage { reasoning, content, tool_calls })) => {
-            let call = |pb::ToolCall { id, name, arguments }| ToolCall { id, name, arguments };
-            Message::Assistant { reasoning, content, tool_calls: tool_calls.into_iter().map(call).collect() }
+            let call = |(call_idx, pb::ToolCall { id, name, arguments })| {
+                named(&name, || format!("messages[{idx}].assistant.tool_calls[{call_idx}].name"))?;
+                Ok(ToolCall { id, name, arguments })
+            };
+            let tool_calls = tool_calls.into_iter().enumerate().map(call).collect::<Result<_, ApiError>>()?;
+            Message::Assistant { reasoning, content, tool_calls }
         }
         Some(Kind::ToolResult(pb::ToolResultMessage { call_id, text })) => Message::ToolResult { call_id, text },
         None => {
@@ -88,7 +92,13 @@ fn message(idx: usize, message: pb::ChatMessage) -> Result<Message, ApiError> {
     })
 }
 
+/// Refuses an empty name of something that a model calls by it.
+fn named(name: &str, field: impl Fn() -> String) -> Result<(), ApiError> {
+    if name.is_empty() { Err(ApiError::invalid(field(), format!("{} is empty", field()))) } else { Ok(()) }
+}
+
 fn tool(idx: usize, tool: pb::ToolDefinition) -> Result<ToolDefinition, ApiError> {
+    named(&tool.name, || format!("tools[{idx}].name"))?;
     let parameters = tool.parameters_json.as_deref().map(serde_json::from_str).transpose().map_err(|error| {
         let field = format!("tools[{idx}].parameters_json");
         ApiError::invalid(field.clone(), format!("{field} is not JSON: {error}"))
@@ -193,7 +203,11 @@ mod tests {
     fn refusals_name_the_field() {
         let zero = prost_types::Duration { seconds: 0, nanos: 0 };
         let sampling = |sampling| pb::ChatRequest { sampling: Some(sampling), ..asking("hi") };
-        let tool = pb::ToolDefinition { parameters_json: Some("{".into()), ..pb::ToolDefinition::default() };
+        let tool =
+            pb::ToolDefinition { name: "f".into(), parameters_json: Some("{".into()), ..pb::ToolDefinition::default() };
+        let nameless =
+            pb::AssistantMessage { tool_calls: vec![pb::ToolCall::default()], ..pb::AssistantMessage::default() };
+        let nameless = vec![pb::ChatMessage { kind: Some(Kind::Assistant(nameless)) }];
         let broken = pb::ResponseFormat { json_schema: Some("{".into()), ..pb::ResponseFormat::default() };
         let cases = [
             (pb::ChatRequest::default(), "messages"),
@@ -204,6 +218,8 @@ mod tests {
             (pb::ChatRequest { timeout: Some(zero), ..asking("hi") }, "timeout"),
             (pb::ChatRequest { stop: vec![String::new()], ..asking("hi") }, "stop"),
             (pb::ChatRequest { tools: vec![tool], ..asking("hi") }, "tools[0].parameters_json"),
+            (pb::ChatRequest { tools: vec![pb::ToolDefinition::default()], ..asking("hi") }, "tools[0].name"),
+            (pb::ChatRequest { messages: nameless, ..asking("hi") }, "messages[0].assistant.tool_calls[0].name"),
             (pb::ChatRequest { required_tool: Some("f".into()), ..asking("hi") }, "required_tool"),
             (pb::ChatRequest { response_format: Some(broken), ..asking("hi") }, "response_format.json_schema"),
             (sampling(pb::Sampling { choice: 1, ..pb::Sampling::default() }), "sampling.choice"),

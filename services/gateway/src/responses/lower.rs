@@ -1,7 +1,10 @@
 //! A Responses body to a [`ChatPlan`]: items become messages.
 
+use std::collections::HashSet;
+
 use format::chat::{
     Conversation, Message, ReasoningEffort, ResponseFormat, SchemaFormat, ToolCall, ToolChoice, ToolDefinition,
+    completions,
 };
 use serde_json::Value;
 
@@ -88,6 +91,8 @@ fn refuse_stored(request: &ResponsesRequest, history: &History) -> Result<(), Ap
 #[derive(Default)]
 struct Messages {
     done: Vec<Message>,
+    /// Ids of the calls in `done`.
+    call_ids: HashSet<String>,
     reasoning: Option<String>,
     content: Option<String>,
     calls: Vec<ToolCall>,
@@ -111,7 +116,7 @@ impl Messages {
             "function_call" => {
                 let call = ToolCall {
                     id: required(at, "call_id", item.call_id)?,
-                    name: required(at, "name", item.name)?,
+                    name: required_name(at, item.name)?,
                     arguments: item.arguments.unwrap_or_default(),
                 };
                 self.calls.push(call);
@@ -120,7 +125,7 @@ impl Messages {
             "function_call_output" => {
                 let call_id = required(at, "call_id", item.call_id)?;
                 self.flush();
-                if !self.has_call(&call_id) {
+                if !self.call_ids.contains(&call_id) {
                     let message = format!("{at}.call_id: no earlier function_call has the id {call_id:?}");
                     return Err(ApiError::invalid(format!("{at}.call_id"), message));
                 }
@@ -175,13 +180,6 @@ impl Messages {
         }
     }
 
-    fn has_call(&self, call_id: &str) -> bool {
-        self.done.iter().any(|message| match message {
-            Message::Assistant { tool_calls, .. } => tool_calls.iter().any(|call| call.id == call_id),
-            _ => false,
-        })
-    }
-
     fn push(&mut self, message: Message) {
         self.flush();
         self.done.push(message);
@@ -191,6 +189,7 @@ impl Messages {
         let (reasoning, content) = (self.reasoning.take(), self.content.take());
         let tool_calls = std::mem::take(&mut self.calls);
         if reasoning.is_some() || content.is_some() || !tool_calls.is_empty() {
+            self.call_ids.extend(tool_calls.iter().map(|call| call.id.clone()));
             self.done.push(Message::Assistant { reasoning, content, tool_calls });
         }
     }
@@ -203,6 +202,13 @@ impl Messages {
 
 fn required<T>(at: &str, field: &str, value: Option<T>) -> Result<T, ApiError> {
     value.ok_or_else(|| ApiError::invalid(format!("{at}.{field}"), format!("{at}.{field} is missing")))
+}
+
+fn required_name(at: &str, name: Option<String>) -> Result<String, ApiError> {
+    match required(at, "name", name)? {
+        name if name.is_empty() => Err(ApiError::invalid(format!("{at}.name"), format!("{at}.name is empty"))),
+        name => Ok(name),
+    }
 }
 
 fn joined(at: &str, text: ItemText) -> Result<String, ApiError> {
@@ -231,7 +237,7 @@ fn tools(entries: &[ToolEntry]) -> Result<Vec<ToolDefinition>, ApiError> {
     functions
         .map(|(idx, entry)| {
             Ok(ToolDefinition {
-                name: required(&format!("tools[{idx}]"), "name", entry.name.clone())?,
+                name: required_name(&format!("tools[{idx}]"), entry.name.clone())?,
                 description: entry.description.clone(),
                 parameters: entry.parameters.clone(),
                 strict: entry.strict.unwrap_or(false),
@@ -264,7 +270,7 @@ fn response_format(format: Option<&TextFormat>) -> Result<ResponseFormat, ApiErr
         "text" => Ok(ResponseFormat::Text),
         "json_object" => Ok(ResponseFormat::JsonObject),
         "json_schema" => Ok(ResponseFormat::JsonSchema(SchemaFormat {
-            name: required("text.format", "name", format.name.clone())?,
+            name: required_name("text.format", format.name.clone())?,
             description: format.description.clone(),
             schema: required("text.format", "schema", format.schema.clone())?,
             strict: format.strict.unwrap_or(false),
@@ -277,17 +283,10 @@ fn response_format(format: Option<&TextFormat>) -> Result<ResponseFormat, ApiErr
 }
 
 /// The same words as in Chat Completions.
-fn effort(effort: Option<&str>) -> Result<ReasoningEffort, ApiError> {
-    match effort {
-        None | Some("medium") => Ok(ReasoningEffort::Medium),
-        Some("none" | "minimal" | "low") => Ok(ReasoningEffort::Low),
-        Some("high" | "xhigh") => Ok(ReasoningEffort::High),
-        Some(other) => {
-            let message =
-                format!("reasoning.effort is {other:?}, allowed are none, minimal, low, medium, high and xhigh");
-            Err(ApiError::invalid("reasoning.effort", message))
-        }
-    }
+fn effort(word: Option<&str>) -> Result<ReasoningEffort, ApiError> {
+    let Some(word) = word else { return Ok(ReasoningEffort::default()) };
+    completions::reasoning_effort(word)
+        .map_err(|error| ApiError::invalid("reasoning.effort", format!("reasoning.effort {}", error.reason)))
 }
 
 #[cfg(test)]

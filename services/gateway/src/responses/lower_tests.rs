@@ -93,6 +93,12 @@ fn refusals_name_the_place() {
         (json!({ "input": [{ "role": "user", "content": [{ "type": "input_image" }] }] }), "input[0].content[0].type"),
         (json!({ "input": [{ "role": "user", "content": [{ "type": "input_text" }] }] }), "input[0].content[0].text"),
         (json!({ "input": [{ "type": "function_call", "name": "f" }] }), "input[0].call_id"),
+        (json!({ "input": [{ "type": "function_call", "call_id": "c", "name": "" }] }), "input[0].name"),
+        (json!({ "input": "x", "tools": [{ "type": "function", "name": "" }] }), "tools[0].name"),
+        (
+            json!({ "input": "x", "text": { "format": { "type": "json_schema", "name": "", "schema": {} } } }),
+            "text.format.name",
+        ),
         (json!({ "input": [{ "type": "function_call_output", "call_id": "c", "output": "" }] }), "input[0].call_id"),
         (json!({ "input": [{ "type": "item_reference", "id": "x" }] }), "input[0].type"),
         (json!({ "input": "x", "reasoning": { "effort": "huge" } }), "reasoning.effort"),
@@ -105,6 +111,24 @@ fn refusals_name_the_place() {
         let error = lowered(body.clone()).unwrap_err();
         assert_eq!((error.status().as_u16(), error.object().param.as_deref()), (400, Some(param)), "{body}");
     }
+}
+
+/// A body holds so many that looking each of them up among all would take minutes.
+#[test]
+fn ten_times_the_calls_take_about_ten_times_as_long() {
+    let lower = |num_calls: usize| {
+        let call = |idx: usize| json!({ "type": "function_call", "call_id": format!("call_{idx:06}"), "name": "f" });
+        let output =
+            |idx: usize| json!({ "type": "function_call_output", "call_id": format!("call_{idx:06}"), "output": "" });
+        let items: Vec<Value> = (0..num_calls).map(call).chain((0..num_calls).map(output)).collect();
+        let body = json!({ "input": items });
+        let begun = std::time::Instant::now();
+        assert_eq!(lowered(body).unwrap().conversation.messages.len(), 1 + num_calls);
+        begun.elapsed()
+    };
+    let few = (0..3).map(|_| lower(3_000)).max().unwrap();
+    let many = (0..3).map(|_| lower(30_000)).min().unwrap();
+    assert!(many < 40 * few, "{few:?} for 3,000 calls, {many:?} for 30,000");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use chassis::Tasks;
 use format::chat::{ChatStream, Conversation, Prompt, TurnContext};
 use futures_util::future::try_join_all;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::metadata::MetadataMap;
 use tracing::Span;
 use types::{Constraint, GenerateRequest, RequestId, Sampling, TokenId};
@@ -34,6 +34,9 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Bodies above this size are parsed, rendered and tokenized off the async threads: at 20 MB/s, more would stall them
 /// for milliseconds.
 const INLINE_BYTES_MAX: usize = 32 << 10;
+
+/// Grammars compiled at once. The stack of a hostile one may take 200 MB.
+const COMPILATIONS_MAX: usize = 4;
 
 /// Generations to start for one request: every prompt is continued `choices_per_prompt` times.
 #[derive(Debug)]
@@ -93,6 +96,20 @@ pub(crate) struct Service {
     /// `None`: none are kept.
     pub(crate) kept_responses: Option<KeptResponses>,
     slots: Arc<Semaphore>,
+    /// Large requests being prepared, and grammars being compiled: more at once than there are processors would take memory and no less time.
+    preparations: Arc<Semaphore>,
+    compilations: Arc<Semaphore>,
+}
+
+/// Leave to prepare one request; given back when the last clone is dropped. Small requests need none.
+#[derive(Debug, Clone)]
+pub(crate) struct Room(Option<Arc<OwnedSemaphorePermit>>);
+
+impl Room {
+    /// Whether it is room for a request of any size.
+    pub(crate) fn is_held(&self) -> bool {
+        self.0.is_some()
+    }
 }
 
 impl Service {
@@ -106,7 +123,20 @@ impl Service {
     ) -> Self {
         let slots = Arc::new(Semaphore::new(config.limits.concurrent_requests_max));
         let keys = Arc::new(Keys::new(&config.api_keys, config.limits.per_key, Instant::now()));
-        Self { model, config, router, metrics, tasks, keys, kept_responses, slots }
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let preparations = Arc::new(Semaphore::new(processors));
+        let compilations = Arc::new(Semaphore::new(processors.min(COMPILATIONS_MAX)));
+        Self { model, config, router, metrics, tasks, keys, kept_responses, slots, preparations, compilations }
+    }
+
+    /// Room to prepare a request of so many bytes; waits while others have it. A parsed body may take forty times its bytes.
+    pub(crate) async fn room(&self, bytes: usize) -> Room {
+        if bytes <= INLINE_BYTES_MAX { Room(None) } else { self.large_room().await }
+    }
+
+    /// Room to prepare a request of any size. Whoever has room already must not ask for more.
+    pub(crate) async fn large_room(&self) -> Room {
+        Room(Some(Arc::new(permit(&self.preparations).await)))
     }
 
     /// A place among the concurrent requests, counted as one of `caller`'s.
@@ -179,7 +209,13 @@ impl Service {
     async fn check(&self, constraint: Option<Unchecked>) -> Result<Option<Constraint>, ApiError> {
         let Some(constraint) = constraint else { return Ok(None) };
         let compiler = Arc::clone(&self.model.compiler);
-        off_runtime(move || constraint.check(&compiler).map(Some)).await
+        let permit = permit(&self.compilations).await;
+        off_runtime(move || {
+            let checked = constraint.check(&compiler).map(Some);
+            drop(permit); // not before: a client that leaves does not end the work
+            checked
+        })
+        .await
     }
 
     /// Starts the generations of `job`; returns once all have been admitted.
@@ -295,15 +331,25 @@ impl Job {
     }
 }
 
-/// Runs `work` on `bytes` of input: here if there are few, on a thread for blocking work if there are many.
+/// Runs `work` on a request that has `room`: here if it is small, on a thread for blocking work if it is large.
 pub(crate) async fn offload<T: Send + 'static>(
-    bytes: usize,
+    room: &Room,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    if bytes <= INLINE_BYTES_MAX {
+    if room.0.is_none() {
         return work();
     }
-    off_runtime(work).await
+    let room = room.clone();
+    off_runtime(move || {
+        let outcome = work();
+        drop(room); // not before: a client that leaves does not end the work
+        outcome
+    })
+    .await
+}
+
+async fn permit(semaphore: &Arc<Semaphore>) -> OwnedSemaphorePermit {
+    Arc::clone(semaphore).acquire_owned().await.expect("nobody closes it")
 }
 
 async fn off_runtime<T: Send + 'static>(
@@ -329,6 +375,28 @@ fn draw_seed() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_leaves_makes_no_room_before_the_work_ends() {
+        let semaphore = Arc::new(Semaphore::new(1));
+        let room = Room(Some(Arc::new(permit(&semaphore).await)));
+        let (begin, begun) = tokio::sync::oneshot::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let mut offloaded = Box::pin(offload(&room, move || {
+            begin.send(()).unwrap();
+            ended.recv().unwrap();
+            Ok(())
+        }));
+        tokio::select! {
+            _ = &mut offloaded => panic!("it has not been told to end"),
+            begun = begun => begun.unwrap(),
+        }
+        drop(offloaded);
+        drop(room);
+        assert_eq!(semaphore.available_permits(), 0);
+        end.send(()).unwrap();
+        drop(permit(&semaphore).await);
+    }
 
     #[test]
     fn numbered_ids_keep_to_the_allowed_length() {

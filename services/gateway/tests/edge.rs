@@ -42,6 +42,8 @@ async fn every_refusal_has_openais_shape() {
     error(fleet.get("/v1/chat/completions").await, 405, "method_not_allowed").await;
     error(fleet.chat(json!({ "model": "gpt-4" })).await, 404, "model_not_found").await;
     error(fleet.get("/v1/models/gpt-4").await, 404, "model_not_found").await;
+    error(fleet.get("/v1/models/%ff").await, 400, "invalid_url").await;
+    error(fleet.get("/v1/responses/%c3%28").await, 400, "invalid_url").await;
     error(fleet.chat(json!({ "messages": [] })).await, 400, "invalid_value").await;
     error(fleet.chat(json!({ "tool_choice": "required" })).await, 400, "invalid_value").await;
     let schema = json!({ "name": "s", "strict": true, "schema": { "type": "array", "uniqueItems": true } });

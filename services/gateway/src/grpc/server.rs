@@ -42,14 +42,15 @@ impl ChatServer {
         let deadline = grpc_timeout(&trace);
         let request = request.into_inner();
         let bytes = prost::Message::encoded_len(&request);
-        let preparing = Arc::clone(&self.service);
-        let (ChatCall { id, plan, timeout, .. }, prompt) = offload(bytes, move || {
+        let (preparing, room) = (Arc::clone(&self.service), self.service.room(bytes).await);
+        let (ChatCall { id, plan, timeout, .. }, prompt) = offload(&room, move || {
             let call = lower::lower(request, &preparing.lowering_context())?;
             preparing.check_model(call.model.as_deref())?;
             let prompt = preparing.render(&call.plan.conversation, SchemaParams::GRPC)?;
             Ok((call, prompt))
         })
         .await?;
+        drop(room);
         let id = id.unwrap_or_else(Call::draw_id);
         let span = tracing::info_span!("request", request_id = %id, otel.name = CHAT_ROUTE, otel.kind = "server");
         wire::trace::adopt(&span, &trace);

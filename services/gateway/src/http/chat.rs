@@ -24,14 +24,15 @@ pub(super) async fn create(
 ) -> Result<Response, ApiError> {
     let slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
-    let preparing = Arc::clone(&service);
-    let (request, prompt) = offload(bytes.len(), move || {
+    let (preparing, room) = (Arc::clone(&service), service.room(bytes.len()).await);
+    let (request, prompt) = offload(&room, move || {
         let request = chat::lower(&body::parse(&bytes)?, &preparing.lowering_context())?;
         preparing.check_model(request.model.as_deref())?;
         let prompt = preparing.render(&request.plan.conversation, SchemaParams::CHAT)?;
         Ok((request, prompt))
     })
     .await?;
+    drop(room);
     let with_logprobs = request.plan.sampling.logprobs.is_some();
     let (stream, include_usage) = (request.stream, request.include_usage);
     let mut answers = service.answer(&call, Job::chat(request.plan, prompt, "messages"), slot).await?;

@@ -23,8 +23,8 @@ pub(super) async fn create(
 ) -> Result<Response, ApiError> {
     let slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
-    let preparing = Arc::clone(&service);
-    let request = offload(bytes.len(), move || {
+    let (preparing, room) = (Arc::clone(&service), service.room(bytes.len()).await);
+    let request = offload(&room, move || {
         let context = preparing.lowering_context();
         let body = body::parse(&bytes)?;
         let request = completions::lower(&body, preparing.model.vocabulary(), context.drawn_seed, context.choices_max)?;
@@ -32,6 +32,7 @@ pub(super) async fn create(
         Ok(request)
     })
     .await?;
+    drop(room);
     let with_logprobs = request.sampling.logprobs.is_some();
     let job = Job {
         constraint: None,

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use serde::Serialize;
 
+use super::edge::PathId;
 use crate::error::ApiError;
 use crate::service::Service;
 
@@ -36,7 +37,7 @@ pub(super) async fn list(State(service): State<Arc<Service>>) -> Json<ModelList>
 
 pub(super) async fn show(
     State(service): State<Arc<Service>>,
-    Path(id): Path<String>,
+    PathId(id): PathId,
 ) -> Result<Json<ModelObject>, ApiError> {
     service.check_model(Some(&id))?;
     Ok(Json(describe(&service, &id)))

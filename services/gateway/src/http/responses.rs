@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::{Path, RawQuery, State};
+use axum::extract::{RawQuery, State};
 use axum::http::HeaderMap;
 use axum::response::sse::Event;
 use axum::response::{IntoResponse, Response};
@@ -12,6 +12,7 @@ use futures_util::Stream;
 use serde_json::{Value, json};
 use types::RequestId;
 
+use super::edge::PathId;
 use super::{body, sse};
 use crate::answers::{Answers, Update};
 use crate::caller::Caller;
@@ -30,17 +31,20 @@ pub(super) async fn create(
 ) -> Result<Response, ApiError> {
     let slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
-    let num_bytes = bytes.len();
-    let body = offload(num_bytes, move || body::parse(&bytes)).await?;
+    let room = service.room(bytes.len()).await;
+    let body = offload(&room, move || body::parse(&bytes)).await?;
     let history = history(&service, &caller, &body).await?;
+    // What is remembered may be long where the request is short.
+    let room = if history.earlier.is_empty() || room.is_held() { room } else { service.large_room().await };
     let preparing = Arc::clone(&service);
-    let (request, prompt) = offload(num_bytes, move || {
+    let (request, prompt) = offload(&room, move || {
         let request = responses::lower(&body, history, &preparing.lowering_context())?;
         preparing.check_model(request.model.as_deref())?;
         let prompt = preparing.render(&request.plan.conversation, SchemaParams::RESPONSES)?;
         Ok((request, prompt))
     })
     .await?;
+    drop(room);
     let head = service.response_head();
     let writer = ResponseWriter::new(head.key, request.settings(&head));
     let stream = request.stream;
@@ -97,7 +101,7 @@ fn store_failed(error: &StoreError) -> ApiError {
 pub(super) async fn retrieve(
     State(service): State<Arc<Service>>,
     Extension(caller): Extension<Arc<Caller>>,
-    Path(id): Path<String>,
+    PathId(id): PathId,
     RawQuery(query): RawQuery,
 ) -> Result<Json<Value>, ApiError> {
     if query.is_some_and(|query| query.split('&').any(|field| field == "stream=true")) {
@@ -110,7 +114,7 @@ pub(super) async fn retrieve(
 pub(super) async fn delete(
     State(service): State<Arc<Service>>,
     Extension(caller): Extension<Arc<Caller>>,
-    Path(id): Path<String>,
+    PathId(id): PathId,
 ) -> Result<Json<Value>, ApiError> {
     if !kept(&service)?.delete(caller.name(), &id).await.map_err(|error| store_failed(&error))? {
         return Err(ApiError::UnknownResponse { id });

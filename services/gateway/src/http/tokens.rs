@@ -43,7 +43,8 @@ pub(super) async fn tokenize(
 ) -> Result<Json<Tokenized>, ApiError> {
     let _slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
-    let tokenized = offload(bytes.len(), move || {
+    let room = service.room(bytes.len()).await;
+    let tokenized = offload(&room, move || {
         let body = body::parse(&bytes)?;
         let request: TokenizeBody = params::read(&body)?;
         service.check_model(request.model.as_deref())?;
@@ -77,7 +78,8 @@ pub(super) async fn detokenize(
 ) -> Result<Json<Value>, ApiError> {
     let _slot = service.admit(&caller)?;
     let bytes = body::read(&headers, body, &service.config.limits).await?;
-    let prompt = offload(bytes.len(), move || {
+    let room = service.room(bytes.len()).await;
+    let prompt = offload(&room, move || {
         let request: DetokenizeBody = params::read(&body::parse(&bytes)?)?;
         service.check_model(request.model.as_deref())?;
         let tokens = request.tokens.ok_or_else(|| ApiError::invalid("tokens", "tokens is missing"))?;

@@ -28,6 +28,14 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ -x "$binary" ] || { echo "$binary is missing: cargo build --release, or name a binary with --binary" >&2; exit 1; }
+# Every compiled kernel has a section of this name.
+if $cuda && ! grep -aqF .nv.info "$binary"; then
+    echo "$binary was built without nvcc and has no GPU kernels: NVCC=/usr/local/cuda/bin/nvcc cargo build --release (docs/gpu.md)" >&2
+    exit 1
+fi
+if ! docker image inspect "$base" >/dev/null 2>&1; then
+    docker pull "$base" || { echo "the base $base cannot be pulled: --base names another, --local-base makes one without a registry" >&2; exit 1; }
+fi
 
 context=$(mktemp -d)
 trap 'rm -rf "$context"' EXIT

@@ -23,14 +23,17 @@ pub struct GatherRows<'a> {
 #[repr(C)]
 struct Args {
     x: DevicePtr<bf16>,
-    row: DevicePtr<i32>,
-    num_rows: DevicePtr<i32>,
+    slot: DevicePtr<i32>,
     out: DevicePtrMut<bf16>,
+    tokens: i32,
+    top: i32,
     row_words: i32,
-    padding: i32,
+    parts: i32,
 }
 
 const _: () = assert!(size_of::<Args>() == 40);
+/// Words of 16 bytes that a warp moves: constants of gather_rows.cu.
+const WARP_WORDS: usize = 4 * 32;
 // SAFETY: the layout of `GatherRowsArgs` in gather_rows.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -46,18 +49,20 @@ impl GatherRows<'_> {
         let tokens = self.x.len() / hidden;
         check.size("x", tokens * hidden, self.x.len())?;
         let slots = tokens * self.routing.top;
-        check.room("routing", slots, self.routing.gather.len())?;
+        check.room("routing", slots, self.routing.slot.len())?;
         check.size("out", slots * hidden, self.out.len())?;
+        let parts = (hidden / 8).div_ceil(WARP_WORDS);
         let args = Args {
             x: stream.input(&self.x),
-            row: stream.input(&self.routing.gather.view()),
-            num_rows: stream.input(&self.routing.offsets.slice(self.routing.num_experts..)),
+            slot: stream.input(&self.routing.slot.view()),
             out: stream.output(&mut self.out),
+            tokens: int(tokens),
+            top: int(self.routing.top),
             row_words: int(hidden / 8),
-            padding: 0,
+            parts: int(parts),
         };
-        let blocks = (slots.div_ceil(8) as u32).clamp(1, kernels.multiprocessors * 8);
-        // SAFETY: the last offset is the number of slots, at most `slots`; gather holds tokens of `x`.
+        let blocks = ((tokens * parts).div_ceil(8) as u32).clamp(1, kernels.multiprocessors * 8);
+        // SAFETY: a dispatch of these tokens filled `slot`, with numbers below `slots`, which `out` has room for.
         Ok(unsafe { kernels.gather_rows.launch(stream, LaunchConfig::linear(blocks, 256), &args) }?)
     }
 }

@@ -8,11 +8,11 @@ use crate::error::{Checker, Result, int};
 use crate::kv_cache::{HEAD_DIM, KvCache, KvFormat};
 
 /// Rows of (token, query head) of a block, keys of a tile, threads: constants of prefill_attention.cu.
-const ROWS: usize = 128;
+const ROWS: usize = 192;
 const KEYS: usize = 128;
-const THREADS: u32 = 384;
-/// 5 stages of keys and values, and the alignment that the swizzle wants.
-pub(crate) const SHARED_BYTES: u32 = 5 * 2 * (KEYS * HEAD_DIM * 2) as u32 + 1024;
+const THREADS: u32 = 512;
+/// 5 stages of keys and values, the queries, and the alignment that the swizzle wants.
+pub(crate) const SHARED_BYTES: u32 = ((5 * 2 * KEYS + ROWS) * HEAD_DIM * 2) as u32 + 1024;
 
 /// Causal softmax attention with sinks of `tokens` consecutive tokens, whose keys and values are already in the cache:
 /// `out[i, h] = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))`, `s_j = q[i, h] . k_j / sqrt(head_dim)`, over the visible
@@ -56,8 +56,9 @@ struct Args {
     layer_row: i32,
     page_tokens: i32,
     box_tokens: i32,
-    q_heads: i32,
     kv_heads: i32,
+    group_bits: i32,
+    tiles: i32,
     window: i32,
 }
 
@@ -97,6 +98,7 @@ impl PrefillAttention<'_> {
         )?;
         check.room("pages", (self.start + tokens).div_ceil(page_tokens) - self.first_page, self.pages.len())?;
         let box_tokens = if page_tokens.is_multiple_of(KEYS) { KEYS } else { page_tokens & page_tokens.wrapping_neg() };
+        let tiles = (tokens * group).div_ceil(ROWS);
         let args = Args {
             cache: self.cache.tensor_map(stream, box_tokens)?,
             q: stream.input(&self.q),
@@ -110,11 +112,11 @@ impl PrefillAttention<'_> {
             layer_row: int(self.layer * self.cache.layer_rows()),
             page_tokens: int(page_tokens),
             box_tokens: int(box_tokens),
-            q_heads: int(q_heads),
             kv_heads: int(kv_heads),
+            group_bits: group.trailing_zeros() as i32,
+            tiles: int(tiles),
             window: int(self.window.unwrap_or(0)),
         };
-        let tiles = (tokens * group).div_ceil(ROWS);
         let blocks = ((tiles * kv_heads) as u32).min(kernels.multiprocessors);
         let config = LaunchConfig { shared_bytes: SHARED_BYTES, ..LaunchConfig::linear(blocks, THREADS) };
         // SAFETY: operands cover every token and head, and the pages every visible key; that they are pages of the cache is the

@@ -9,11 +9,15 @@ use crate::{Kernels, Routing, Workspace};
 
 /// Columns of a tile at most.
 const MAX_COLUMNS: usize = 16;
-/// Strips of a group, parts into which its k is split, warps of a block, most stages: constants of skinny_gemm.cu.
+/// Strips of a group, parts into which its k is split among warps, or among warpgroups, warps of a block, most stages: constants of
+/// skinny_gemm.cu.
 const GROUP: usize = 4;
 const PARTS: usize = 8;
+const WARPGROUP_PARTS: usize = 4;
 const WARPS: u32 = 18;
 const MAX_STAGES: usize = 16;
+/// What aligning the activations of warpgroups may take.
+const ALIGNMENT: usize = 1024;
 /// Dynamic shared memory that a block can have beside its barriers.
 const SHARED_BYTES: usize = 226 * 1024;
 
@@ -88,9 +92,11 @@ struct Args {
     x_units: i32,
     stages: i32,
     early_tiles: i32,
+    tiles_room: i32,
+    padding: i32,
 }
 
-const _: () = assert!(size_of::<Args>() == 120);
+const _: () = assert!(size_of::<Args>() == 128);
 // SAFETY: the layout of `SkinnyArgs` in skinny_gemm.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -190,6 +196,8 @@ impl SkinnyGemm<'_> {
             x_units: int(plan.x_units),
             stages: int(plan.stages),
             early_tiles: i32::from(grouped.is_some_and(|grouped| grouped.settled)),
+            tiles_room: grouped.map_or(0, |grouped| int(grouped.routing.tiles.len())),
+            padding: 0,
         };
         let config =
             LaunchConfig { shared_bytes: plan.shared_bytes as u32, ..LaunchConfig::linear(blocks, WARPS * 32) };
@@ -262,28 +270,31 @@ impl Plan {
     /// of 6 tiles, of which the busiest block has 60, and 9.3 in units of 10, with 60 as well (one H200).
     ///
     /// Experts: as many k-tiles for each consumer warp at a time as leave room for stages, since how many units there are is known on
-    /// the device only. 8 tiles in place of 24 cost a third at 32 tokens of 120b.
+    /// the device only. 8 tiles in place of 24 cost a third at 32 tokens of 120b, and 8 in place of 16 a sixth at 64 tokens of 20b.
     fn new(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
         let (tiles, format) = (weights.strip_tiles(), weights.format);
         let column_tiles = if columns.tile_columns <= 8 { 1 } else { 2 };
+        let by_warpgroups = format == Format::Mxfp4 && column_tiles > 1;
         let groups = weights.rows.div_ceil(STRIP_ROWS * GROUP);
         let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(multiprocessors);
         let dense = weights.matrices == 1 && format != Format::Mxfp4;
         let unit_tiles = match format {
             Format::Bf16 if dense => (10..=12).min_by_key(|size| longest_range(*size) * size).expect("sizes 10 to 12"),
             Format::Mxfp4 if column_tiles == 1 => 3 * PARTS,
-            Format::Mxfp4 => 2 * PARTS,
+            Format::Mxfp4 => 4 * WARPGROUP_PARTS,
             // One tile a warp: an FP8 warp fetches one scale a unit.
             Format::Bf16 | Format::Fp8 => PARTS,
         }
         .min(tiles);
         let group_units = tiles.div_ceil(unit_tiles);
         let x_units = if dense { longest_range(unit_tiles).min(group_units) } else { group_units };
-        let activations = x_units * unit_tiles * format.tile_k() * column_tiles * 8 * 2;
-        let sums = PARTS * GROUP * column_tiles * 512;
+        let (parts, x_tiles, alignment) =
+            if by_warpgroups { (WARPGROUP_PARTS, tiles, ALIGNMENT) } else { (PARTS, x_units * unit_tiles, 0) };
+        let activations = x_tiles * format.tile_k() * column_tiles * 8 * 2;
+        let sums = parts * GROUP * column_tiles * 512;
         let stage = GROUP * unit_tiles * format.tile_bytes();
-        let stages = (SHARED_BYTES.saturating_sub(activations + sums) / stage).min(MAX_STAGES);
-        let shared_bytes = stages * stage + sums + activations;
+        let stages = (SHARED_BYTES.saturating_sub(activations + sums + alignment) / stage).min(MAX_STAGES);
+        let shared_bytes = stages * stage + sums + activations + alignment;
         Self { column_tiles, unit_tiles, group_units, x_units, stages, shared_bytes }
     }
 }

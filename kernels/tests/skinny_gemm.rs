@@ -231,6 +231,18 @@ fn experts_of_a_batch_with_empty_ones() {
 }
 
 #[test]
+fn every_number_of_slots_in_a_tile() {
+    // Tokens of experts 0 to 6; expert 7 has none. Dealt out in turn, so that no token names an expert twice.
+    let counts = [1, 8, 9, 16, 17, 24, 25];
+    let tokens = counts.iter().sum::<usize>() / TOP;
+    let mut picks = vec![0; tokens * TOP];
+    let named = counts.iter().enumerate().flat_map(|(expert, count)| vec![expert as i32; *count]);
+    named.enumerate().for_each(|(i, expert)| picks[i % tokens * TOP + i / tokens] = expert);
+    check_experts("tiles of 16", &picks, 8, 16, 320, 320);
+    check_experts("tiles of 16", &picks, 8, 16, 2880, 736);
+}
+
+#[test]
 fn all_tokens_to_the_same_experts() {
     check_experts("same", &[3, 1, 2, 0].repeat(37), 4, 16, 320, 320);
 }
@@ -239,4 +251,5 @@ fn all_tokens_to_the_same_experts() {
 fn a_shard_whose_k_ends_within_a_tile() {
     check_experts("shard", &[3, 1, 2, 0].repeat(5), 4, 8, 320, 96);
     check_experts("shard", &[3, 1, 2, 0].repeat(2), 4, 8, 2880, 736);
+    check_experts("shard", &[3, 1, 2, 0].repeat(12), 4, 16, 320, 96);
 }

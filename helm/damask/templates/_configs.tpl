@@ -42,8 +42,8 @@ engine needs; workers on one GPU share its memory. */}}
 {{- $_ := set $config "gpu_memory_share" (divf 0.94 (len $onFirst)) -}}
 {{- end -}}
 {{- if eq $process.role "prefill" -}}
-{{- $_ := set $config "chunk_tokens" (ternary 2048 8192 $isShared) -}}
-{{- $_ := set $config "transfer" (dict "in_flight_bytes_max" 1073741824) -}}
+{{- $_ := set $config "chunk_tokens" (ternary 2048 32768 $isShared) -}}
+{{- $_ := set $config "transfer" (dict "in_flight_bytes_max" (ternary 1073741824 1342177280 $isShared)) -}}
 {{- else -}}
 {{- $_ := set $config "max_sequences" (ternary 32 128 $isShared) -}}
 {{- end -}}

@@ -89,27 +89,13 @@ __device__ __forceinline__ void finish(const AllReduceArgs& args, int token, int
         if (used) *reinterpret_cast<uint4*>(args.out + at) = sum;
         return;
     }
-    float x[8] = {}, delta[8];
+    uint4 x = make_uint4(0, 0, 0, 0);
     if (used) {
-        ptx::unpack8(residual, x);
-        ptx::unpack8(sum, delta);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] += delta[i];
-        const uint4 rounded = ptx::pack8(x);
-        *reinterpret_cast<uint4*>(args.residual + at) = rounded;
-        ptx::unpack8(rounded, x);
+        x = ptx::add8(residual, sum);
+        *reinterpret_cast<uint4*>(args.residual + at) = x;
     }
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = rsqrtf(ptx::block_sum(squares) / args.hidden + args.eps);
-    if (used) {
-        float w[8];
-        ptx::unpack8(norm_weight, w);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] *= scale * w[i];
-        *reinterpret_cast<uint4*>(args.out + at) = ptx::pack8(x);
-    }
+    const uint4 normed = ptx::block_norm(x, norm_weight, args.hidden, args.eps);
+    if (used) *reinterpret_cast<uint4*>(args.out + at) = normed;
 }
 
 __device__ __forceinline__ uint4 load_residual(const AllReduceArgs& args, int token, int first, bool used) {

@@ -50,32 +50,18 @@ __device__ void combine(const CombineArgs& args) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, values[i], sum[i]);
     }
-    uint4 delta = ptx::pack8(sum);
+    const uint4 delta = ptx::pack8(sum);
     if (!args.residual) {
         if (used) *reinterpret_cast<uint4*>(args.out + at) = delta;
         return;
     }
-    float x[8] = {};
+    uint4 x = make_uint4(0, 0, 0, 0);
     if (used) {
-        ptx::unpack8(*reinterpret_cast<const uint4*>(args.residual + at), x);
-        ptx::unpack8(delta, sum);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] += sum[i];
-        const uint4 rounded = ptx::pack8(x);
-        *reinterpret_cast<uint4*>(args.residual + at) = rounded;
-        ptx::unpack8(rounded, x);
+        x = ptx::add8(*reinterpret_cast<const uint4*>(args.residual + at), delta);
+        *reinterpret_cast<uint4*>(args.residual + at) = x;
     }
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = rsqrtf(ptx::block_sum(squares) / args.hidden + args.eps);
-    if (used) {
-        float w[8];
-        ptx::unpack8(norm_weight, w);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] *= scale * w[i];
-        *reinterpret_cast<uint4*>(args.out + at) = ptx::pack8(x);
-    }
+    const uint4 normed = ptx::block_norm(x, norm_weight, args.hidden, args.eps);
+    if (used) *reinterpret_cast<uint4*>(args.out + at) = normed;
 }
 
 }  // namespace

@@ -134,15 +134,27 @@ struct Mxfp4 {
         return ptx::mul_bf16x2(pair, TWO_TO_100);
     }
 
+    // A lane's part of a tile, as it lies in memory.
+    struct Words {
+        uint4 values;
+        uint32_t scales;
+    };
+
+    __device__ static __forceinline__ Words load_words(const uint8_t* bytes, int lane) {
+        return {*reinterpret_cast<const uint4*>(bytes + lane * 16), *reinterpret_cast<const uint32_t*>(bytes + 512 + (lane & ~3))};
+    }
+
     static constexpr float UNSCALE = 1099511627776.0f;  // 2^40
     __device__ static __forceinline__ void scaled_fragments(const uint8_t* bytes, int, int lane, uint32_t (&a)[4][4]) {
-        const uint4 words = *reinterpret_cast<const uint4*>(bytes + lane * 16);
-        const uint32_t scales = *reinterpret_cast<const uint32_t*>(bytes + 512 + (lane & ~3));
-        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+        scaled_fragments(load_words(bytes, lane), a);
+    }
+
+    __device__ static __forceinline__ void scaled_fragments(const Words& words, uint32_t (&a)[4][4]) {
+        const uint32_t word[4] = {words.values.x, words.values.y, words.values.z, words.values.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // i = 2 * block + (row g or g+8)
             // s + 26 becomes the exponent s + 86 of the bf16 pair 2^(s - 41).
-            const uint32_t scale = ((scales >> (8 * i) & 0xff) + 60) * 0x00800080u;
+            const uint32_t scale = ((words.scales >> (8 * i) & 0xff) + 60) * 0x00800080u;
             uint32_t pairs[4];
             expand_e2m1(word[i], pairs);
             const int step = i & ~1, half = i & 1;

@@ -5,13 +5,16 @@
 //   q, out  [tokens, q_heads, 64] bf16, q rotated;  sinks [q_heads] bf16
 //   cache   rows of 64 bf16 as the tensor map sees them: [page][layer][kv head][K, V][token]
 //
-// Bound by the tensor cores and, head dimension 64 being small, as much by exponentials. A block = 128 rows of (token, query head)
-// that share a kv head, 16 tokens for groups of 8: each key is loaded once for all of them. Two consumer warpgroups of 64 rows, so
-// that one computes exponentials while the other multiplies; a producer warp keeps 5 tiles of 128 keys and values in flight. In a
-// warpgroup, the scores of the next tile are under way while the current one's exponentials are computed: S = Q K^T with Q in
-// registers, O += P V with P in registers.
+// Bound by the tensor cores and, head dimension 64 being small, as much by exponentials; in long prompts by the card's power. A block =
+// 192 rows of (token, query head) that share a kv head, 24 tokens for groups of 8: each key is loaded once for all of them. Three
+// consumer warpgroups of 64 rows take turns at the tensor cores: one multiplies, O += P V with P in registers and then the next tile's
+// S = Q K^T with Q in shared memory, while the others compute exponentials. A producer warp keeps 5 tiles of 128 keys and values in flight.
 //
-// Persistent, longest rows first; the producer runs ahead into the next rows. Shared memory: 5 stages of 32 KB.
+// Weights 2^(s - m) need no true maximum m, only one for which nothing overflows. So m is that of a row's first tile (`soften`), and
+// later tiles are taken by it as they are (`soften_on`), without looking for a maximum or scaling what is there; where a sum then exceeds
+// 2^64, the tile is done again, with its maximum.
+//
+// Persistent, longest rows first; the producer runs ahead into the next rows. Shared memory: 5 stages of 32 KB, and 24 KB of queries.
 #include "../ptx/block_reduce.cuh"
 #include "../ptx/wgmma.cuh"
 
@@ -32,40 +35,51 @@ struct PrefillAttentionArgs {
     int32_t layer_row;     // first row of the layer within a page
     int32_t page_tokens;
     int32_t box_tokens;    // rows of the tensor map's box; divides page_tokens and 128
-    int32_t q_heads;
     int32_t kv_heads;
+    int32_t group_bits;    // log2 of the query heads that share a kv head
+    int32_t tiles;         // of 192 rows, of a kv head
     int32_t window;        // keys visible; 0: all
 };
 static_assert(sizeof(PrefillAttentionArgs) == 256);
 
 namespace {
 
-constexpr int DIM = 64, KEYS = 128, ROWS = 128, STAGES = 5;
-constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-constexpr int PLANE_BYTES = KEYS * DIM * 2, STAGE_BYTES = 2 * PLANE_BYTES;
+constexpr int DIM = 64, KEYS = 128, WARPGROUPS = 3, ROWS = 64 * WARPGROUPS, STAGES = 5;
+constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+constexpr int PLANE_BYTES = KEYS * DIM * 2, STAGE_BYTES = 2 * PLANE_BYTES, QUERY_BYTES = 64 * DIM * 2;  // a warpgroup's
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float SCALE = LOG2E / 8.0f;
+constexpr float SUM_MAX = 18446744073709551616.0f;  // 2^64
+// Named barriers: of all consumers, of each warpgroup's turn, and of each warpgroup.
+constexpr int ALL = 1, TURN = 2, OWN = TURN + WARPGROUPS;
 
 struct Barriers {
     uint64_t full[STAGES], empty[STAGES];
 };
 
-// One item of work: 128 rows, the keys that they may see, and the tiles that hold those.
+// Tokens of a tile of rows.
+__device__ __forceinline__ int tile_tokens(const PrefillAttentionArgs& args) { return ROWS >> args.group_bits; }
+
+// The query head of a tile's row `row`.
+__device__ __forceinline__ int head_of(const PrefillAttentionArgs& args, int kv_head, int row) {
+    return (kv_head << args.group_bits) + (row & ((1 << args.group_bits) - 1));
+}
+
+// Where it is in q and out.
+__device__ __forceinline__ int64_t offset_of(const PrefillAttentionArgs& args, int kv_head, int token, int row) {
+    return ((static_cast<int64_t>(token) * args.kv_heads << args.group_bits) + head_of(args, kv_head, row)) * DIM;
+}
+
+// One item of work: 192 rows, the keys that they may see, and the tiles that hold those.
 struct Span {
     int kv_head, first_token, first_key, end_key, first_tile, end_tile;
 
-    __device__ static int count(const PrefillAttentionArgs& args) {
-        const int tile_tokens = ROWS * args.kv_heads / args.q_heads;
-        return (args.tokens + tile_tokens - 1) / tile_tokens * args.kv_heads;
-    }
     __device__ Span(const PrefillAttentionArgs& args, int item) {
-        const int tile_tokens = ROWS * args.kv_heads / args.q_heads;
         kv_head = item % args.kv_heads;
-        const int tile = (count(args) - 1 - item) / args.kv_heads;
-        first_token = tile * tile_tokens;
+        first_token = (args.tiles - 1 - item / args.kv_heads) * tile_tokens(args);
         first_key = args.window > 0 ? max(0, args.start + first_token - args.window + 1) : 0;
-        end_key = args.start + min(first_token + tile_tokens, args.tokens);
+        end_key = args.start + min(first_token + tile_tokens(args), args.tokens);
         first_tile = first_key / KEYS, end_tile = (end_key + KEYS - 1) / KEYS;
     }
 };
@@ -100,53 +114,46 @@ __device__ void produce(const PrefillAttentionArgs& args, const Span& span, int&
 
 // What a lane holds of two rows (g and g + 8 of its warp's 16).
 struct Rows {
-    int64_t at[2];  // of the row's head in q and out
-    bool used[2];
-    int head[2];
-    int position[2];  // of the query; the last key that it sees
-    int first_key[2];
-    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+    int position;  // of the first one's query; the last key that it sees
+    float max[2] = {-INFINITY, -INFINITY};  // of scores, when it was last looked for
+    float sum[2] = {0.0f, 0.0f};
+
+    __device__ static int row(int half) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half; }
 
     __device__ Rows(const PrefillAttentionArgs& args, const Span& span) {
-        const int group = args.q_heads / args.kv_heads;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-            const int token = span.first_token + row / group;
-            used[half] = token < args.tokens;
-            head[half] = span.kv_head * group + row % group;
-            position[half] = args.start + token;
-            first_key[half] = args.window > 0 ? position[half] - args.window + 1 : 0;
-            at[half] = (static_cast<int64_t>(min(token, args.tokens - 1)) * args.q_heads + head[half]) * DIM;
-        }
+        position = args.start + span.first_token + (row(0) >> args.group_bits);
     }
 };
 
-__device__ void load_queries(const PrefillAttentionArgs& args, const Rows& rows, uint32_t (&q)[4][4]) {
-    const int t = threadIdx.x % 4;
+// Brings this warpgroup's queries into shared memory, swizzled by 128 bytes.
+__device__ void load_queries(const PrefillAttentionArgs& args, const Span& span, int warpgroup, uint8_t* queries) {
+    constexpr int CHUNKS = DIM / 8;  // of 8 values, of a row
+    ptx::named_barrier(OWN + warpgroup, 128);  // nobody multiplies by the old ones any more
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(args.q + rows.at[half]);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            q[step][half] = words[step * 8 + t], q[step][half + 2] = words[step * 8 + 4 + t];
-        }
+    for (int i = 0; i < 64 * CHUNKS / 128; ++i) {
+        const int at = i * 128 + threadIdx.x % 128, local = at / CHUNKS, chunk = at % CHUNKS, row = warpgroup * 64 + local;
+        const int token = min(span.first_token + (row >> args.group_bits), args.tokens - 1);
+        const __nv_bfloat16* source = args.q + offset_of(args, span.kv_head, token, row) + chunk * 8;
+        *reinterpret_cast<uint4*>(queries + local * DIM * 2 + (chunk ^ local % 8) * 16) = *reinterpret_cast<const uint4*>(source);
     }
+    ptx::fence_async_shared();
+    ptx::named_barrier(OWN + warpgroup, 128);
 }
 
 // Lets the sink into the sums, divides, writes.
-__device__ void write_rows(const PrefillAttentionArgs& args, const Rows& rows, const float (&out)[DIM / 2]) {
+__device__ void write_rows(const PrefillAttentionArgs& args, const Span& span, const Rows& rows, const float (&out)[DIM / 2]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        if (!rows.used[half]) continue;
-        const float sink = __bfloat162float(args.sinks[rows.head[half]]) * LOG2E, own = rows.max[half] * SCALE;
+        const int row = Rows::row(half), token = span.first_token + (row >> args.group_bits);
+        if (token >= args.tokens) continue;
+        const float sink = __bfloat162float(args.sinks[head_of(args, span.kv_head, row)]) * LOG2E, own = rows.max[half] * SCALE;
         const float top = fmaxf(own, sink), weight = ptx::exp2_approx(own - top);
         const float scale = weight / (sum * weight + ptx::exp2_approx(sink - top));
-        uint32_t* words = reinterpret_cast<uint32_t*>(args.out + rows.at[half]);
+        uint32_t* words = reinterpret_cast<uint32_t*>(args.out + offset_of(args, span.kv_head, token, row));
 #pragma unroll
         for (int n = 0; n < DIM / 8; ++n) {
             words[n * 4 + t] = ptx::pack_bf16(out[4 * n + 2 * half] * scale, out[4 * n + 2 * half + 1] * scale);
@@ -155,13 +162,13 @@ __device__ void write_rows(const PrefillAttentionArgs& args, const Rows& rows, c
 }
 
 // Starts S = Q K^T, once the tile's keys and values have landed.
-__device__ __forceinline__ void start_scores(float (&s)[KEYS / 2], const uint32_t (&q)[4][4], uint32_t stage, uint64_t* full,
+__device__ __forceinline__ void start_scores(float (&s)[KEYS / 2], uint32_t queries, uint32_t stage, uint64_t* full,
                                              uint32_t phase) {
     ptx::mbarrier_wait(full, phase);
-    const uint64_t keys = ptx::matrix_descriptor(stage);
+    const uint64_t rows = ptx::matrix_descriptor(queries), keys = ptx::matrix_descriptor(stage);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) ptx::wgmma<KEYS>(s, q[step], keys + 2 * step, step > 0);
+    for (int step = 0; step < DIM / 16; ++step) ptx::wgmma_shared(s, rows + 2 * step, keys + 2 * step, step > 0);
     ptx::wgmma_commit();
 }
 
@@ -174,20 +181,21 @@ __device__ __forceinline__ void start_values(float (&out)[DIM / 2], const uint32
     ptx::wgmma_commit();
 }
 
-// Scores to weights of the next product, in place; returns in `rescale` what earlier sums must be multiplied by. Few tiles have
-// masked keys, and their comparisons would cost as much as all the rest: hence a version without.
-template <bool MASKED>
-__device__ __forceinline__ void soften(float (&s)[KEYS / 2], int tile, Rows& rows, float (&rescale)[2]) {
-    const int t = threadIdx.x % 4;
+// Scores to weights of the next product by a maximum that includes theirs, which `rows` gets; returns in `rescale` what earlier sums must
+// be multiplied by. Keys that a row does not see have no weight. `first_key`: position of the tile's first.
+__device__ __forceinline__ void soften(const PrefillAttentionArgs& args, const float (&s)[KEYS / 2], int first_key, Rows& rows,
+                                       float (&rescale)[2], uint32_t (&p)[KEYS / 16][4]) {
+    const uint32_t window = args.window > 0 ? args.window : INT32_MAX;
+    const int first = rows.position - first_key - static_cast<int>(threadIdx.x % 4) * 2;
+    const int ahead[2] = {first, first + (8 >> args.group_bits)};  // of the lane's first key
+    const auto is_seen = [&](int i) {
+        return static_cast<uint32_t>(ahead[i / 2 % 2] - (i / 4 * 8 + i % 2)) < window;  // how far the key lies behind the query
+    };
     float top[2] = {rows.max[0], rows.max[1]};
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) {
         const int half = i / 2 % 2;
-        if constexpr (MASKED) {
-            const int key = tile * KEYS + i / 4 * 8 + 2 * t + i % 2;
-            if (key > rows.position[half] || key < rows.first_key[half]) s[i] = -INFINITY;
-        }
-        top[half] = fmaxf(top[half], s[i]);
+        if (is_seen(i)) top[half] = fmaxf(top[half], s[i]);
     }
     float offset[2];
 #pragma unroll
@@ -200,86 +208,97 @@ __device__ __forceinline__ void soften(float (&s)[KEYS / 2], int tile, Rows& row
         rows.sum[half] *= rescale[half];
     }
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) {
+    for (int i = 0; i < KEYS / 2; i += 2) {
         const int half = i / 2 % 2;
-        s[i] = ptx::exp2_approx(fmaf(s[i], SCALE, -offset[half]));
-        rows.sum[half] += s[i];
+        const float low = is_seen(i) ? ptx::exp2_approx(fmaf(s[i], SCALE, -offset[half])) : 0.0f;
+        const float high = is_seen(i + 1) ? ptx::exp2_approx(fmaf(s[i + 1], SCALE, -offset[half])) : 0.0f;
+        rows.sum[half] += low, rows.sum[half] += high;
+        p[i / 8][i / 2 % 4] = ptx::pack_bf16(low, high);
     }
-    // Here and not after the wait for the other product, which is what they are to run beside.
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) ptx::pin(s[i]);
 }
 
-__device__ __forceinline__ void pack_weights(const float (&s)[KEYS / 2], uint32_t (&p)[KEYS / 16][4]) {
+// The same by the maximum that is there, where every row sees every key. False, and nothing has changed, if a sum became too large.
+__device__ __forceinline__ bool soften_on(const float (&s)[KEYS / 2], Rows& rows, uint32_t (&p)[KEYS / 16][4]) {
+    const float offset[2] = {rows.max[0] * SCALE, rows.max[1] * SCALE};
+    float sum[2] = {rows.sum[0], rows.sum[1]};
 #pragma unroll
-    for (int step = 0; step < KEYS / 16; ++step) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[step][i] = ptx::pack_bf16(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+    for (int i = 0; i < KEYS / 2; i += 2) {
+        const int half = i / 2 % 2;
+        const float low = ptx::exp2_approx(fmaf(s[i], SCALE, -offset[half]));
+        const float high = ptx::exp2_approx(fmaf(s[i + 1], SCALE, -offset[half]));
+        sum[half] += low, sum[half] += high;
+        p[i / 8][i / 2 % 4] = ptx::pack_bf16(low, high);
     }
+    if (__any_sync(~0u, sum[0] > SUM_MAX || sum[1] > SUM_MAX)) return false;
+    rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    return true;
 }
 
 // Values of keys outside the sequence may be anything, a NaN too, which a weight of zero would not silence.
 __device__ void clear_outside(uint8_t* values, int tile, const Span& span) {
-    const int key = tile * KEYS + threadIdx.x / 2;
-    if (key < span.first_key || key >= span.end_key) {
-        uint4* half_row = reinterpret_cast<uint4*>(values + threadIdx.x * (DIM * 2 / 2));
+    const int row = threadIdx.x, key = tile * KEYS + row;
+    if (row < KEYS && (key < span.first_key || key >= span.end_key)) {
+        uint4* chunks = reinterpret_cast<uint4*>(values + row * DIM * 2);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) half_row[i] = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < DIM / 8; ++i) chunks[i] = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_async_shared();
-    ptx::named_barrier(1, CONSUMERS);
+    ptx::named_barrier(ALL, CONSUMERS);
 }
 
-__device__ void consume(const PrefillAttentionArgs& args, const Span& span, int& stage, uint32_t& phase, uint8_t* stages,
-                        Barriers& barriers) {
-    const uint32_t shared = ptx::shared_address(stages);
+// Turns at the tensor cores: a warpgroup enqueues a tile's products when the one before it has enqueued its own.
+__device__ __forceinline__ void await_turn(int warpgroup) { ptx::named_barrier(TURN + warpgroup, 256); }
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+    ptx::named_barrier_arrive(TURN + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
+}
+
+__device__ void consume(const PrefillAttentionArgs& args, const Span& span, int warpgroup, int& stage, uint32_t& phase,
+                        uint8_t* stages, Barriers& barriers) {
+    uint8_t* own_queries = stages + STAGES * STAGE_BYTES + warpgroup * QUERY_BYTES;
+    const uint32_t shared = ptx::shared_address(stages), queries = ptx::shared_address(own_queries);
+    load_queries(args, span, warpgroup, own_queries);
     Rows rows(args, span);
-    uint32_t q[4][4], p[KEYS / 16][4];
-    load_queries(args, rows, q);
-    float s[KEYS / 2], out[DIM / 2], rescale[2];
+    uint32_t p[KEYS / 16][4];
+    float s[KEYS / 2], out[DIM / 2];
 #pragma unroll
     for (int i = 0; i < DIM / 2; ++i) out[i] = 0.0f;
+    bool has_max = false;  // all rows of the warp
     const auto weigh = [&](int tile) {
         // Whether some row of the block may not see some key of the tile.
         const bool late = (tile + 1) * KEYS - 1 > args.start + span.first_token;
         const bool early = args.window > 0 && tile * KEYS < span.end_key - args.window;
-        if (late || early) {
-            soften<true>(s, tile, rows, rescale);
-        } else {
-            soften<false>(s, tile, rows, rescale);
-        }
-    };
-    const auto clear = [&](int tile) {
-        if (tile * KEYS >= span.first_key && (tile + 1) * KEYS <= span.end_key) return;
-        clear_outside(stages + stage * STAGE_BYTES + PLANE_BYTES, tile, span);
-    };
-    start_scores(s, q, shared + stage * STAGE_BYTES, &barriers.full[stage], phase);
-    ptx::wgmma_wait_all();
-    weigh(span.first_tile);
-    const int last_tile = span.end_tile - 1;
-    for (int tile = span.first_tile; tile < last_tile; ++tile) {
-        clear(tile);
-        pack_weights(s, p);
-        const int this_stage = stage;
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-        start_scores(s, q, shared + stage * STAGE_BYTES, &barriers.full[stage], phase);
-        start_values(out, p, shared + this_stage * STAGE_BYTES);
-        ptx::wgmma_wait<1>();  // the scores; exponentials run beside the other product
-        weigh(tile + 1);
-        ptx::wgmma_wait_all();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[this_stage]);
+        if (has_max && !late && !early && soften_on(s, rows, p)) return;
+        float rescale[2];
+        soften(args, s, tile * KEYS, rows, rescale, p);
+        has_max = __all_sync(~0u, rows.max[0] > -INFINITY && rows.max[1] > -INFINITY);
 #pragma unroll
         for (int i = 0; i < DIM / 2; ++i) out[i] *= rescale[i / 2 % 2];
-    }
-    clear(last_tile);
-    pack_weights(s, p);
-    start_values(out, p, shared + stage * STAGE_BYTES);
+    };
+    await_turn(warpgroup);
+    start_scores(s, queries, shared + stage * STAGE_BYTES, &barriers.full[stage], phase);
+    pass_turn(warpgroup);
     ptx::wgmma_wait_all();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[stage]);
-    if (++stage == STAGES) stage = 0, phase ^= 1;
+    for (int tile = span.first_tile; tile < span.end_tile; ++tile) {
+        weigh(tile);
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; ++i) ptx::pin(p[i / 4][i % 4]);
+        const int this_stage = stage;
+        if (tile * KEYS < span.first_key || (tile + 1) * KEYS > span.end_key) {
+            clear_outside(stages + this_stage * STAGE_BYTES + PLANE_BYTES, tile, span);
+        }
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        await_turn(warpgroup);
+        start_values(out, p, shared + this_stage * STAGE_BYTES);
+        if (tile + 1 < span.end_tile) {
+            start_scores(s, queries, shared + stage * STAGE_BYTES, &barriers.full[stage], phase);
+        }
+        pass_turn(warpgroup);
+        ptx::wgmma_wait_all();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&barriers.empty[this_stage]);
+    }
 #pragma unroll
     for (int i = 0; i < DIM / 2; ++i) ptx::pin(out[i]);
-    write_rows(args, rows, out);
+    write_rows(args, span, rows, out);
 }
 
 }  // namespace
@@ -300,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
-    const int items = Span::count(args);
+    const int items = args.tiles * args.kv_heads;
     int stage = 0;
     uint32_t phase = 0;
     if (threadIdx.x >= CONSUMERS) {
@@ -311,8 +330,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     } else {
         ptx::take_registers<CONSUMER_REGISTERS>();
+        // The same for all lanes, and the compiler knows: descriptors are then made by the uniform unit.
+        const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+        if (warpgroup == WARPGROUPS - 1) pass_turn(warpgroup);  // the first begins
         for (int item = blockIdx.x; item < items; item += gridDim.x) {
-            consume(args, Span(args, item), stage, phase, stages, barriers);
+            consume(args, Span(args, item), warpgroup, stage, phase, stages, barriers);
         }
     }
 }

@@ -1,4 +1,4 @@
-// Sums and maxima over a warp and a block, and eight bf16 at a time.
+// Sums and maxima over a warp and a block, eight bf16 at a time, and the norm of a row whose values are spread over a block.
 #pragma once
 #include "ptx.cuh"
 
@@ -35,6 +35,28 @@ __device__ __forceinline__ float block_sum(float x) {
     if (lane == 0) partial[warp] = x;
     __syncthreads();
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
+}
+
+// Sums of eight bf16, rounded.
+__device__ __forceinline__ uint4 add8(const uint4& a, const uint4& b) {
+    float x[8], y[8];
+    unpack8(a, x), unpack8(b, y);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] += y[i];
+    return pack8(x);
+}
+
+// This thread's 8 values of bf16(row * rsqrt(mean(row²) + eps) * weight); zeros from threads beyond the row. The weight multiplies in
+// f32, before the cast.
+__device__ __forceinline__ uint4 block_norm(const uint4& row, const uint4& weight, int hidden, float eps) {
+    float x[8], w[8], squares = 0.0f;
+    unpack8(row, x), unpack8(weight, w);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
+    const float scale = rsqrtf(block_sum(squares) / hidden + eps);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] *= scale * w[i];
+    return pack8(x);
 }
 
 }  // namespace ptx

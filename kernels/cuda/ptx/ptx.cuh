@@ -62,6 +62,11 @@ __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts as having reached a named barrier, without waiting.
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // --- clusters ----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -149,6 +154,13 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 __device__ __forceinline__ void store_relaxed(float4* global, const float4& v) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
+}
+
+// What other multiprocessors wrote before they released what this reads is visible afterwards.
+__device__ __forceinline__ uint32_t load_acquire_device(const uint32_t* global) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(global) : "memory");
+    return value;
 }
 
 __device__ __forceinline__ float4 load_relaxed(const float4* global) {

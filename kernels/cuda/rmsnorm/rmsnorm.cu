@@ -24,28 +24,14 @@ extern "C" __global__ void __launch_bounds__(1024) rmsnorm(const __grid_constant
 
     ptx::launch_dependents();
     ptx::grid_dependency_wait();
-    float x[8] = {};
+    uint4 x = make_uint4(0, 0, 0, 0);
     if (used) {
-        ptx::unpack8(*reinterpret_cast<const uint4*>(args.residual + at), x);
+        x = *reinterpret_cast<const uint4*>(args.residual + at);
         if (args.delta) {
-            float delta[8];
-            ptx::unpack8(*reinterpret_cast<const uint4*>(args.delta + at), delta);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] += delta[i];
-            const uint4 rounded = ptx::pack8(x);
-            *reinterpret_cast<uint4*>(args.residual + at) = rounded;
-            ptx::unpack8(rounded, x);
+            x = ptx::add8(x, *reinterpret_cast<const uint4*>(args.delta + at));
+            *reinterpret_cast<uint4*>(args.residual + at) = x;
         }
     }
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = rsqrtf(ptx::block_sum(squares) / args.hidden + args.eps);
-    if (used) {
-        float w[8];
-        ptx::unpack8(weight, w);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] *= scale * w[i];
-        *reinterpret_cast<uint4*>(args.out + at) = ptx::pack8(x);
-    }
+    const uint4 normed = ptx::block_norm(x, weight, args.hidden, args.eps);
+    if (used) *reinterpret_cast<uint4*>(args.out + at) = normed;
 }

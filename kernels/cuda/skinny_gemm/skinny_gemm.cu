@@ -8,7 +8,8 @@
 // is a run of k-tiles of a group of 4 strips (64 rows), one bulk copy. Persistent blocks take contiguous, equally long parts of it.
 //
 //   warps 0..15  consumers: warp w takes strips 2 (w % 2) and 2 (w % 2) + 1 of the group and every 8th tile: an activation fragment
-//                serves two strips, whose sums are independent chains. They hand over 8 partial sums a group.
+//                serves two strips, whose sums are independent chains. They hand over 8 partial sums a group. For MXFP4 and more than 8
+//                columns, where unpacking takes more instructions than memory leaves time for, they work as warpgroups: warpgroups.cuh.
 //   warp 16      producer: keeps `stages` units in flight, independent of everything else in the block
 //   warp 17      epilogue: sums the partials in fixed order, adds bias, applies the activation, writes
 //
@@ -18,104 +19,43 @@
 //
 // The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met.
 //
-// Shared memory: stages; partial sums 8 x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
-#include "../packed/epilogue.cuh"
-#include "../packed/fp8.cuh"
-
-struct SkinnyArgs {
-    const uint8_t* weights;
-    const float* scales;         // of blocks of 128 x 128; Fp8 only
-    const __nv_bfloat16* x;
-    const __nv_bfloat16* bias;   // [experts, rows of W], or null
-    void* out;
-    const int4* tiles;           // {expert, first slot, slots, 0}; null: one tile of all `tokens`
-    const int32_t* num_tiles;
-    const int32_t* gather;       // row of x of a slot; null: the slot itself
-    float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
-    uint64_t expert_bytes;       // from one expert's matrix to the next
-    int32_t tokens;
-    int32_t strips;              // of a matrix
-    int32_t groups;              // of 4 strips; the last may have fewer
-    int32_t k;
-    int32_t strip_tiles;         // k-tiles of a strip
-    int32_t unit_tiles;          // k-tiles of a unit; the last of a strip may have fewer
-    int32_t group_units;         // units of a group
-    int32_t x_units;             // units whose activations are held: all of a group's, or all of a block's
-    int32_t stages;
-    int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
-};
-static_assert(sizeof(SkinnyArgs) == 120);
+// Shared memory: stages; partial sums 8 (of warpgroups 4) x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
+//
+// What did not help: bringing the next product's weights towards the L2 cache when this one's have been fetched. A step of 20b took as long
+// at every batch (1.79 and 1.81 ms at batch 1, one H200): what products lose between them is latency, not idle memory.
+#include "finish.cuh"
+#include "warpgroups.cuh"
 
 namespace {
 
-using packed::GROUP;
-constexpr int MAX_STAGES = 16;
-constexpr int CONSUMERS = 16, PARTS = CONSUMERS / 2;
-constexpr int THREADS = (CONSUMERS + 2) * 32;
-constexpr uint32_t NOTHING = ~0u;  // a NaN that no arithmetic yields
+using namespace skinny;
 
-using packed::Epilogue;
-using packed::swiglu;
-
-struct Barriers {
-    uint64_t full[MAX_STAGES], empty[MAX_STAGES];
-    uint64_t sums_full, sums_empty;
-};
-
-// The units [begin, end) of this block. A unit's index counts parts of groups of tiles.
-struct Range {
-    int begin, end, units, blocks;
-
-    __device__ Range(const SkinnyArgs& args, int num_tiles) {
-        units = num_tiles * args.groups * args.group_units;
-        blocks = min(static_cast<int>(gridDim.x), units);  // so that none in between is empty
-        const bool used = static_cast<int>(blockIdx.x) < blocks;
-        begin = used ? static_cast<int64_t>(units) * blockIdx.x / blocks : 0;
-        end = used ? static_cast<int64_t>(units) * (blockIdx.x + 1) / blocks : 0;
-    }
-    // The block whose range contains `unit`.
-    __device__ int owner(int unit) const {
-        return static_cast<int>((static_cast<int64_t>(unit + 1) * blocks - 1) / units);
-    }
-};
-
-// Walks through a range without dividing at each step.
-struct Cursor {
-    int index, tile, group, part;
-
-    __device__ Cursor(const SkinnyArgs& args, int first) : index(first) {
-        part = first % args.group_units;
-        const int group_index = first / args.group_units;
-        group = group_index % args.groups;
-        tile = group_index / args.groups;
-    }
-    __device__ void next(const SkinnyArgs& args) {
-        ++index;
-        if (++part == args.group_units) next_group(args);
-    }
-    __device__ void next_group(const SkinnyArgs& args) {
-        part = 0;
-        if (++group == args.groups) group = 0, ++tile;
-    }
-};
-
-__device__ __forceinline__ int4 tile_of(const SkinnyArgs& args, int tile) {
-    return args.tiles ? args.tiles[tile] : make_int4(0, 0, args.tokens, 0);
-}
-
-// By one thread.
+// By one warp, of which a thread does the copies. Nothing is fetched before the first expert is known: its number is looked up while the
+// number of tiles is, which says whose it is.
 template <class Format>
-__device__ void produce(const SkinnyArgs& args, const Range& range, uint8_t* ring, Barriers& barriers) {
+__device__ void produce(const SkinnyArgs& args, uint8_t* ring, Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    int expert = 0, num_tiles = 1;
+    if (args.tiles) {
+        expert = lane < args.tiles_room ? args.tiles[lane].x : 0;
+        num_tiles = *args.num_tiles;
+    }
+    const Range range(args, num_tiles);
+    const int first_tile = Cursor(args, range.begin).tile;
+    expert = __shfl_sync(~0u, expert, first_tile);
+    const bool is_known = first_tile < 32;
+    if (lane != 0) return;
     int stage = 0;
     uint32_t phase = 0;
     for (Cursor unit(args, range.begin); unit.index < range.end; unit.next(args)) {
         const int first = unit.part * args.unit_tiles, strips = min(GROUP, args.strips - unit.group * GROUP);
         const uint32_t bytes = min(args.unit_tiles, args.strip_tiles - first) * strips * Format::TILE_BYTES;
         const uint64_t tiles = static_cast<uint64_t>(unit.group) * GROUP * args.strip_tiles + first * strips;
+        if (unit.tile != first_tile || !is_known) expert = tile_of(args, unit.tile).x;
         ptx::mbarrier_wait(&barriers.empty[stage], phase ^ 1);
         ptx::mbarrier_arrive_expect(&barriers.full[stage], bytes);
         ptx::bulk_copy_once(ring + stage * GROUP * args.unit_tiles * Format::TILE_BYTES,
-                            args.weights + tile_of(args, unit.tile).x * args.expert_bytes + tiles * Format::TILE_BYTES, bytes,
+                            args.weights + expert * args.expert_bytes + tiles * Format::TILE_BYTES, bytes,
                             &barriers.full[stage]);
         if (++stage == args.stages) stage = 0, phase ^= 1;
     }
@@ -213,7 +153,7 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
             const uint8_t* at = low + my_part * strips * Format::TILE_BYTES;
             int block = first_block + my_part * Format::BLOCKS;
 #pragma unroll UNROLL
-            for (int tile = my_part; tile < tiles; tile += PARTS) {
+            for (int tile = my_part; tile < tiles; tile += PARTS<Format, NT>) {
                 uint4 columns[NT][Format::BLOCKS];
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
@@ -235,8 +175,8 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
                         }
                     }
                 }
-                at += PARTS * strips * Format::TILE_BYTES;
-                block += PARTS * Format::BLOCKS;
+                at += PARTS<Format, NT> * strips * Format::TILE_BYTES;
+                block += PARTS<Format, NT> * Format::BLOCKS;
             }
         };
         if (strips == GROUP) {
@@ -268,133 +208,14 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
     }
 }
 
-__device__ __forceinline__ void add(float4& sum, const float4& term) {
-    sum.x += term.x, sum.y += term.y, sum.z += term.z, sum.w += term.w;
-}
-
-// Leaves this block's part of a group for the block that begins the group.
-template <int NT>
-__device__ void post_part(const SkinnyArgs& args, const float4 (&sum)[GROUP][NT]) {
-    float4* place = args.joins + blockIdx.x * GROUP * NT * 32 + threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < GROUP * NT; ++i) ptx::store_relaxed(place + i * 32, sum[i / NT][i % NT]);
-}
-
-// Adds up the parts that other blocks leave, waiting for them. Those blocks run: all blocks of a launch fit the device at once. Loads
-// go out together, those of BLOCKS blocks at a time.
-template <int NT, int BLOCKS>
-__device__ void take_parts(const SkinnyArgs& args, const Range& range, int group_end, float4 (&sum)[GROUP][NT]) {
-    constexpr int COUNT = GROUP * NT;  // of a block
-    const float nothing = __uint_as_float(NOTHING);
-    const int last = range.owner(group_end - 1);
-#pragma unroll 1
-    for (int first = blockIdx.x + 1; first <= last; first += BLOCKS) {
-        float4* place = args.joins + first * COUNT * 32 + threadIdx.x % 32;
-        const int parts = min(last + 1 - first, BLOCKS) * COUNT;
-        float4 part[BLOCKS * COUNT];
-        bool is_there;
-        do {
-            is_there = true;
-#pragma unroll
-            for (int i = 0; i < BLOCKS * COUNT; ++i) {
-                part[i] = make_float4(0, 0, 0, 0);
-                if (i < parts) part[i] = ptx::load_relaxed(place + i * 32);
-            }
-#pragma unroll
-            for (int i = 0; i < BLOCKS * COUNT; ++i) {
-                is_there &= __float_as_uint(part[i].x) != NOTHING && __float_as_uint(part[i].y) != NOTHING &&
-                            __float_as_uint(part[i].z) != NOTHING && __float_as_uint(part[i].w) != NOTHING;
-            }
-        } while (!is_there);
-#pragma unroll
-        for (int i = 0; i < BLOCKS * COUNT; ++i) {
-            if (i >= parts) continue;
-            add(sum[i % COUNT / NT][i % NT], part[i]);
-            ptx::store_relaxed(place + i * 32, make_float4(nothing, nothing, nothing, nothing));
-        }
-    }
-}
-
-template <int NT, Epilogue E>
-__device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip, float2 bias, const float4 (&sum)[NT]) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
-    const int2 row = packed::rows_of<E>(strip);
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        const float low[2] = {sum[n].x, sum[n].y}, high[2] = {sum[n].z, sum[n].w};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int column = n * 8 + 2 * t + i;
-            if (column >= tile.z) continue;
-            const int64_t slot = tile.y + column;
-            const float value0 = low[i] + bias.x, value1 = high[i] + bias.y;
-            if constexpr (E == Epilogue::SWIGLU) {
-                static_cast<__nv_bfloat16*>(args.out)[slot * (rows / 2) + strip * 8 + g] =
-                    __float2bfloat16(swiglu(value0, value1));
-            } else if constexpr (E == Epilogue::F32) {
-                static_cast<float*>(args.out)[slot * rows + row.x] = value0;
-                static_cast<float*>(args.out)[slot * rows + row.y] = value1;
-            } else {
-                static_cast<__nv_bfloat16*>(args.out)[slot * rows + row.x] = __float2bfloat16(value0);
-                static_cast<__nv_bfloat16*>(args.out)[slot * rows + row.y] = __float2bfloat16(value1);
-            }
-        }
-    }
-}
-
-template <int NT, Epilogue E>
-__device__ void finish(const SkinnyArgs& args, const Range& range, const float4* sums, Barriers& barriers) {
-    const int lane = threadIdx.x % 32;
-    uint32_t phase = 0;
-    for (Cursor unit(args, range.begin); unit.index < range.end; phase ^= 1) {
-        const int group_begin = unit.index - unit.part, group_end = group_begin + args.group_units;
-        const int4 tile = tile_of(args, unit.tile);
-        float2 bias[GROUP] = {};
-        if (args.bias) {  // before the sums are waited for
-#pragma unroll
-            for (int s = 0; s < GROUP; ++s) {
-                const int2 row = packed::rows_of<E>(min(unit.group * GROUP + s, args.strips - 1));
-                const __nv_bfloat16* expert = args.bias + static_cast<int64_t>(tile.x) * args.strips * packed::STRIP_ROWS;
-                bias[s] = make_float2(__bfloat162float(expert[row.x]), __bfloat162float(expert[row.y]));
-            }
-        }
-        const bool begins = unit.part == 0;
-        float4 sum[GROUP][NT];
-#pragma unroll
-        for (int i = 0; i < GROUP * NT; ++i) sum[i / NT][i % NT] = make_float4(0, 0, 0, 0);
-        if (begins && group_end > range.end) take_parts<NT, NT == 1 ? 2 : 1>(args, range, group_end, sum);
-        ptx::mbarrier_wait(&barriers.sums_full, phase);
-#pragma unroll
-        for (int i = 0; i < GROUP * NT; ++i) {
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                add(sum[i / NT][i % NT], sums[(part * GROUP * NT + i) * 32 + lane]);
-            }
-        }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&barriers.sums_empty);
-        if (begins) {
-#pragma unroll
-            for (int s = 0; s < GROUP; ++s) {
-                const int strip = unit.group * GROUP + s;
-                if (strip < args.strips) write_strip<NT, E>(args, tile, strip, bias[s], sum[s]);
-            }
-        } else {
-            post_part<NT>(args, sum);
-        }
-        unit.index = group_end;
-        unit.next_group(args);
-    }
-}
-
 template <class Format, int NT, Epilogue E>
 __device__ void skinny_gemm(const SkinnyArgs& args) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Barriers barriers;
     uint8_t* ring = shared;
-    float4* sums = reinterpret_cast<float4*>(shared + args.stages * GROUP * args.unit_tiles * Format::TILE_BYTES);
-    uint4* x = reinterpret_cast<uint4*>(sums + PARTS * GROUP * NT * 32);
+    float4* sums = reinterpret_cast<float4*>(ring + args.stages * GROUP * args.unit_tiles * Format::TILE_BYTES);
+    uint8_t* x = reinterpret_cast<uint8_t*>(sums + PARTS<Format, NT> * GROUP * NT * 32);
+    if constexpr (BY_WARPGROUPS<Format, NT>) x += -ptx::shared_address(x) & 1023;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; ++i) {
@@ -412,18 +233,21 @@ __device__ void skinny_gemm(const SkinnyArgs& args) {
     const int warp = threadIdx.x / 32;
     if (!late_tiles) ptx::launch_dependents();
     if (warp == CONSUMERS) {
-        if (threadIdx.x % 32 != 0) return;
         if (late_tiles) ptx::grid_dependency_wait();
-        produce<Format>(args, Range(args, args.tiles ? *args.num_tiles : 1), ring, barriers);
+        produce<Format>(args, ring, barriers);
         return;
     }
     ptx::grid_dependency_wait();
     if (late_tiles) ptx::launch_dependents();
     const Range range(args, args.tiles ? *args.num_tiles : 1);
     if (warp < CONSUMERS) {
-        consume<Format, NT>(args, range, ring, x, sums, barriers);
+        if constexpr (BY_WARPGROUPS<Format, NT>) {
+            consume_by_warpgroups<NT>(args, range, ring, x, sums, barriers);
+        } else {
+            consume<Format, NT>(args, range, ring, reinterpret_cast<uint4*>(x), sums, barriers);
+        }
     } else {
-        finish<NT, E>(args, range, sums, barriers);
+        finish<Format, NT, E>(args, range, sums, barriers);
     }
 }
 

@@ -11,7 +11,7 @@
 //
 // Tiles of MXFP4 experts may have any number of columns: what one lacks of NT is neither fetched nor multiplied, in steps of NT / 4.
 //
-// With few tiles, k is split: partial sums go through global memory, and whoever arrives last adds them up in order.
+// With few tiles, k is split: partial sums go through global memory, and each split's block adds up a share of the columns, in order.
 // The weights do not depend on the preceding kernel: their copies start before the grid dependency is met.
 //
 // Shared memory: a step takes 128 NT bytes of activations and 8 strips of 2048 (bf16), 1024 (FP8) or 544 (MXFP4) bytes.
@@ -124,10 +124,52 @@ __device__ void produce(const TileArgs& args, int role, uint8_t* x, uint8_t* wei
     }
 }
 
-template <int NT, int COLUMNS>
-__device__ bool join_splits(const TileArgs& args, const Work& work, int index, float (&acc)[COLUMNS / 2]) {
-    __shared__ uint32_t arrived;
-    const int first = index - work.split;
+// Sums of a lane for 8 columns, from column 8 j of the tile on: bias, activation, and out by way of a transposition, after which a lane
+// holds neighbouring rows.
+template <class Format, packed::Epilogue E>
+__device__ __forceinline__ void write_columns(const TileArgs& args, const Work& work, float2 bias, int j, const float4& sum) {
+    using packed::Epilogue;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int strip = work.row_block * STRIPS + threadIdx.x / 32;
+    const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
+    const float low0 = fmaf(sum.x, Format::UNSCALE, bias.x), low1 = fmaf(sum.y, Format::UNSCALE, bias.x);
+    const float high0 = fmaf(sum.z, Format::UNSCALE, bias.y), high1 = fmaf(sum.w, Format::UNSCALE, bias.y);
+    if constexpr (E == Epilogue::F32) {
+        const int2 row = packed::rows_of<E>(strip);
+        float* out = static_cast<float*>(args.out) + (work.tile.y + 8 * j + 2 * t) * rows;
+        if (8 * j + 2 * t < work.tile.z) out[row.x] = low0, out[row.y] = high0;
+        if (8 * j + 2 * t + 1 < work.tile.z) out[rows + row.x] = low1, out[rows + row.y] = high1;
+    } else if constexpr (E == Epilogue::SWIGLU) {
+        const uint32_t pair =
+            ptx::transpose8x8(ptx::pack_bf16(packed::swiglu(low0, high0), packed::swiglu(low1, high1)));
+        auto* out = static_cast<__nv_bfloat16*>(args.out) + (work.tile.y + 8 * j + g) * (rows / 2) + strip * 8 + 2 * t;
+        if (8 * j + g < work.tile.z) *reinterpret_cast<uint32_t*>(out) = pair;
+    } else {
+        const uint32_t low = ptx::transpose8x8(ptx::pack_bf16(low0, low1));
+        const uint32_t high = ptx::transpose8x8(ptx::pack_bf16(high0, high1));
+        auto* out = static_cast<__nv_bfloat16*>(args.out) + (work.tile.y + 8 * j + g) * rows +
+                    strip * packed::STRIP_ROWS + 2 * t;
+        if (8 * j + g < work.tile.z) {
+            *reinterpret_cast<uint32_t*>(out) = low;
+            *reinterpret_cast<uint32_t*>(out + 8) = high;
+        }
+    }
+}
+
+template <packed::Epilogue E>
+__device__ __forceinline__ float2 bias_of(const TileArgs& args, const Work& work) {
+    const int strip = work.row_block * STRIPS + threadIdx.x / 32;
+    if (!args.bias || strip >= args.strips) return make_float2(0.0f, 0.0f);
+    const __nv_bfloat16* bias = args.bias + static_cast<int64_t>(work.tile.x) * args.strips * packed::STRIP_ROWS;
+    const int2 row = packed::rows_of<E>(strip);
+    return make_float2(__bfloat162float(bias[row.x]), __bfloat162float(bias[row.y]));
+}
+
+// Leaves this split's sums to all splits of the tile, waits for theirs, and finishes a share of the columns. The blocks of the others run:
+// a split product has no more items than blocks, and all blocks of a launch fit the device at once.
+template <class Format, int NT, int COLUMNS, packed::Epilogue E>
+__device__ void join_splits(const TileArgs& args, const Work& work, int index, const float (&acc)[COLUMNS / 2]) {
+    const int first = index - work.split, strip = work.row_block * STRIPS + threadIdx.x / 32;
     const auto part = [&](int item, int j) {
         return args.partials + (static_cast<int64_t>(item) * (NT / 8) + j) * CONSUMERS + threadIdx.x;
     };
@@ -135,67 +177,29 @@ __device__ bool join_splits(const TileArgs& args, const Work& work, int index, f
     for (int j = 0; j < COLUMNS / 8; ++j) {
         __stcg(part(index, j), make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
     }
+    const float2 bias = bias_of<E>(args, work);
     __threadfence();
     ptx::named_barrier(1, CONSUMERS);
     uint32_t* counter = args.counters + work.tile_index * args.row_blocks + work.row_block;
-    if (threadIdx.x == 0) arrived = atomicAdd(counter, 1u);
+    if (threadIdx.x == 0) {
+        atomicAdd(counter, 1u);
+        while (ptx::load_acquire_device(counter) < static_cast<uint32_t>(args.splits)) {
+        }
+    }
     ptx::named_barrier(1, CONSUMERS);
-    const bool is_last = arrived == static_cast<uint32_t>(args.splits - 1);
-    ptx::named_barrier(1, CONSUMERS);  // `arrived` may be written again
-    if (!is_last) return false;
-    __threadfence();
-    if (threadIdx.x == 0) *counter = 0;
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.0f;
-    for (int item = first; item < first + args.splits; ++item) {
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 8; ++j) {
+    const int groups = (work.tile.z + 7) / 8;  // of columns
+    for (int j = groups * work.split / args.splits; j < groups * (work.split + 1) / args.splits; ++j) {
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+        for (int item = first; item < first + args.splits; ++item) {
             const float4 values = __ldcg(part(item, j));
-            acc[4 * j] += values.x, acc[4 * j + 1] += values.y, acc[4 * j + 2] += values.z, acc[4 * j + 3] += values.w;
+            sum.x += values.x, sum.y += values.y, sum.z += values.z, sum.w += values.w;
         }
+        if (strip < args.strips) write_columns<Format, E>(args, work, bias, j, sum);
     }
-    return true;
-}
-
-// This warp's 16 rows of the tile: bias, activation, and out by way of a transposition, after which a lane holds neighbouring rows.
-template <class Format, int COLUMNS, packed::Epilogue E>
-__device__ void write_tile(const TileArgs& args, const Work& work, const float (&acc)[COLUMNS / 2]) {
-    using packed::Epilogue;
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int strip = work.row_block * STRIPS + threadIdx.x / 32;
-    if (strip >= args.strips) return;
-    const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
-    const int2 row = packed::rows_of<E>(strip);
-    float bias0 = 0.0f, bias1 = 0.0f;
-    if (args.bias) {
-        bias0 = __bfloat162float(args.bias[work.tile.x * rows + row.x]);
-        bias1 = __bfloat162float(args.bias[work.tile.x * rows + row.y]);
-    }
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-        const float low0 = fmaf(acc[4 * j], Format::UNSCALE, bias0), low1 = fmaf(acc[4 * j + 1], Format::UNSCALE, bias0);
-        const float high0 = fmaf(acc[4 * j + 2], Format::UNSCALE, bias1);
-        const float high1 = fmaf(acc[4 * j + 3], Format::UNSCALE, bias1);
-        if constexpr (E == Epilogue::F32) {
-            float* out = static_cast<float*>(args.out) + (work.tile.y + 8 * j + 2 * t) * rows;
-            if (8 * j + 2 * t < work.tile.z) out[row.x] = low0, out[row.y] = high0;
-            if (8 * j + 2 * t + 1 < work.tile.z) out[rows + row.x] = low1, out[rows + row.y] = high1;
-        } else if constexpr (E == Epilogue::SWIGLU) {
-            const uint32_t pair = ptx::transpose8x8(
-                ptx::pack_bf16(packed::swiglu(low0, high0), packed::swiglu(low1, high1)));
-            auto* out = static_cast<__nv_bfloat16*>(args.out) + (work.tile.y + 8 * j + g) * (rows / 2) + strip * 8 + 2 * t;
-            if (8 * j + g < work.tile.z) *reinterpret_cast<uint32_t*>(out) = pair;
-        } else {
-            const uint32_t low = ptx::transpose8x8(ptx::pack_bf16(low0, low1));
-            const uint32_t high = ptx::transpose8x8(ptx::pack_bf16(high0, high1));
-            auto* out = static_cast<__nv_bfloat16*>(args.out) + (work.tile.y + 8 * j + g) * rows +
-                        strip * packed::STRIP_ROWS + 2 * t;
-            if (8 * j + g < work.tile.z) {
-                *reinterpret_cast<uint32_t*>(out) = low;
-                *reinterpret_cast<uint32_t*>(out + 8) = high;
-            }
-        }
-    }
+    // Each split arrives twice; the last one leaves the counter as it was.
+    ptx::named_barrier(1, CONSUMERS);
+    if (threadIdx.x == 0 && atomicAdd(counter, 1u) == static_cast<uint32_t>(2 * args.splits - 1)) *counter = 0;
 }
 
 // Where the consumers are in the ring.
@@ -298,8 +302,13 @@ __device__ void compute(const TileArgs& args, const Work& work, int index, const
                                   work.last_step - work.first_step, at, acc);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) ptx::pin(acc[i]);
-    if (args.splits == 1 || join_splits<NT, COLUMNS>(args, work, index, acc)) {
-        write_tile<Format, COLUMNS, E>(args, work, acc);
+    if (args.splits > 1) return join_splits<Format, NT, COLUMNS, E>(args, work, index, acc);
+    if (work.row_block * STRIPS + static_cast<int>(threadIdx.x) / 32 >= args.strips) return;
+    const float2 bias = bias_of<E>(args, work);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+        const float4 sum = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        write_columns<Format, E>(args, work, bias, j, sum);
     }
 }
 

@@ -161,11 +161,13 @@ impl Config {
 
     /// A chunk is computed only when its KV has room in the lane, so the largest must fit.
     pub(crate) fn check_room(&self, layout: &KvLayout) -> Result<(), WorkerError> {
-        let layers = layout.full_layers.len() + layout.window_layers.len();
-        let page_bytes = layers * layout.kv_heads as usize * layout.head_bytes();
         // A chunk ends the page that the one before it left unfinished; the first chunk of the window sends the window before it.
-        let pages = (self.chunk_tokens.max(layout.window) / layout.page_tokens + 2) as usize;
-        let (needed, room) = (pages * page_bytes, self.transfer.in_flight_bytes_max);
+        let pages = |tokens: u32| (tokens / layout.page_tokens + 2) as usize;
+        // Of sliding-window layers no more is sent than the window after the last token sees.
+        let layer_pages = layout.full_layers.len() * pages(self.chunk_tokens.max(layout.window))
+            + layout.window_layers.len() * pages(layout.window);
+        let (needed, room) =
+            (layer_pages * layout.kv_heads as usize * layout.head_bytes(), self.transfer.in_flight_bytes_max);
         if needed > room as usize {
             return Err(WorkerError::Config(format!(
                 "transfer.in_flight_bytes_max is {room}, a chunk of {} tokens needs up to {needed}",
@@ -173,5 +175,28 @@ impl Config {
             )));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::ModelConfig;
+    use types::KvDtype;
+
+    use super::*;
+
+    #[test]
+    fn a_chunk_of_the_largest_model_fits_the_lane() {
+        let layout = ModelConfig::gpt_oss_120b().kv_layout(64, KvDtype::Bf16, 1);
+        let config = |in_flight_bytes_max| Config {
+            chunk_tokens: 32_768,
+            transfer: TransferConfig { in_flight_bytes_max, ..TransferConfig::default() },
+            ..Config::default()
+        };
+        // 514 pages of 18 full layers and 4 of 18 window layers, of 8 heads and 16 KiB each.
+        let needed = (514 + 4) * 18 * 8 * (16 << 10);
+        config(needed).check_room(&layout).unwrap();
+        let refused = config(needed - 1).check_room(&layout).unwrap_err().to_string();
+        assert!(refused.contains("transfer.in_flight_bytes_max"), "{refused}");
     }
 }

@@ -64,7 +64,7 @@ impl SweepOptions {
             layout: ParallelLayout::tp(1),
             kv_dtype: KvDtype::Bf16,
             scheme: WeightScheme::default(),
-            chunk: 8192,
+            chunk: 32_768,
             prompts: vec![1024, 2048, 4096, 8192, 16_384, 32_768],
             batches: vec![1, 2, 4, 8, 16, 32, 64, 128],
             contexts: vec![1024, 8192, 32_768],

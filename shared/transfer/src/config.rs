@@ -160,8 +160,8 @@ impl TransferConfig {
                 self.peer_silence_timeout_ms, self.ping_interval_ms
             ));
         }
-        if self.in_flight_bytes_max == 0 || self.in_flight_bytes_max > 1 << 30 {
-            return Err(format!("in_flight_bytes_max is {}, allowed is 1 to {}", self.in_flight_bytes_max, 1 << 30));
+        if self.in_flight_bytes_max == 0 || self.in_flight_bytes_max > 1 << 31 {
+            return Err(format!("in_flight_bytes_max is {}, allowed is 1 to {}", self.in_flight_bytes_max, 1u32 << 31));
         }
         if self.tickets_max == 0 {
             return Err("tickets_max is 0, at least 1 is needed".into());

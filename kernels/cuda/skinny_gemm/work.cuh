@@ -1,0 +1,98 @@
+// What a launch of skinny_gemm works off, and how its blocks share it out.
+#pragma once
+#include <type_traits>
+
+#include "../packed/epilogue.cuh"
+#include "../packed/fp8.cuh"
+
+struct SkinnyArgs {
+    const uint8_t* weights;
+    const float* scales;         // of blocks of 128 x 128; Fp8 only
+    const __nv_bfloat16* x;
+    const __nv_bfloat16* bias;   // [experts, rows of W], or null
+    void* out;
+    const int4* tiles;           // {expert, first slot, slots, 0}; null: one tile of all `tokens`
+    const int32_t* num_tiles;
+    const int32_t* gather;       // row of x of a slot; null: the slot itself
+    float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
+    uint64_t expert_bytes;       // from one expert's matrix to the next
+    int32_t tokens;
+    int32_t strips;              // of a matrix
+    int32_t groups;              // of 4 strips; the last may have fewer
+    int32_t k;
+    int32_t strip_tiles;         // k-tiles of a strip
+    int32_t unit_tiles;          // k-tiles of a unit; the last of a strip may have fewer
+    int32_t group_units;         // units of a group
+    int32_t x_units;             // units whose activations are held: all of a group's, or all of a block's
+    int32_t stages;
+    int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
+    int32_t tiles_room;          // of `tiles`
+    int32_t padding;
+};
+static_assert(sizeof(SkinnyArgs) == 128);
+
+namespace skinny {
+
+using packed::GROUP;
+constexpr int MAX_STAGES = 16;
+constexpr int CONSUMERS = 16;
+constexpr int THREADS = (CONSUMERS + 2) * 32;
+constexpr uint32_t NOTHING = ~0u;  // a NaN that no arithmetic yields
+
+using packed::Epilogue;
+using packed::swiglu;
+
+// Whether consumers work as warpgroups (warpgroups.cuh).
+template <class Format, int NT>
+constexpr bool BY_WARPGROUPS = std::is_same_v<Format, packed::Mxfp4> && NT > 1;
+// Partial sums of a group: how many consumers share its k.
+template <class Format, int NT>
+constexpr int PARTS = BY_WARPGROUPS<Format, NT> ? CONSUMERS / 4 : CONSUMERS / 2;
+
+struct Barriers {
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+    uint64_t sums_full, sums_empty;
+};
+
+// The units [begin, end) of this block. A unit's index counts parts of groups of tiles.
+struct Range {
+    int begin, end, units, blocks;
+
+    __device__ Range(const SkinnyArgs& args, int num_tiles) {
+        units = num_tiles * args.groups * args.group_units;
+        blocks = min(static_cast<int>(gridDim.x), units);  // so that none in between is empty
+        const bool used = static_cast<int>(blockIdx.x) < blocks;
+        begin = used ? static_cast<int64_t>(units) * blockIdx.x / blocks : 0;
+        end = used ? static_cast<int64_t>(units) * (blockIdx.x + 1) / blocks : 0;
+    }
+    // The block whose range contains `unit`.
+    __device__ int owner(int unit) const {
+        return static_cast<int>((static_cast<int64_t>(unit + 1) * blocks - 1) / units);
+    }
+};
+
+// Walks through a range without dividing at each step.
+struct Cursor {
+    int index, tile, group, part;
+
+    __device__ Cursor(const SkinnyArgs& args, int first) : index(first) {
+        part = first % args.group_units;
+        const int group_index = first / args.group_units;
+        group = group_index % args.groups;
+        tile = group_index / args.groups;
+    }
+    __device__ void next(const SkinnyArgs& args) {
+        ++index;
+        if (++part == args.group_units) next_group(args);
+    }
+    __device__ void next_group(const SkinnyArgs& args) {
+        part = 0;
+        if (++group == args.groups) group = 0, ++tile;
+    }
+};
+
+__device__ __forceinline__ int4 tile_of(const SkinnyArgs& args, int tile) {
+    return args.tiles ? args.tiles[tile] : make_int4(0, 0, args.tokens, 0);
+}
+
+}  // namespace skinny

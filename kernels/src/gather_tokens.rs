@@ -74,8 +74,7 @@ impl GatherTokens<'_> {
         if let Some(mut norm) = self.norm {
             check.size("residual", own * hidden, norm.residual.len())?;
             check.size("norm weight", hidden, norm.weight.len())?;
-            (residual, norm_weight, eps) =
-                (stream.output(&mut norm.residual), stream.input(&norm.weight), norm.eps);
+            (residual, norm_weight, eps) = (stream.output(&mut norm.residual), stream.input(&norm.weight), norm.eps);
         }
         let mut inboxes = [0; MAX_RANKS];
         let place = groups.rank % sizes.group_ranks;

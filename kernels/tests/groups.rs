@@ -1,7 +1,7 @@
 //! What attention groups exchange: their tokens before the experts, and the sums behind them.
 //!
-//! Ranks are streams of one thread here, on two GPUs. Four ranks are two on each: kernels of so few blocks run side by side there, which
-//! an engine could not rely on.
+//! Ranks are streams of one thread here, on two GPUs or one. Ranks that share a GPU exchange few tokens: kernels of so few blocks run side
+//! by side there, which an engine could not rely on.
 
 use device::{Device, DeviceBuffer, Stream};
 use half::bf16;
@@ -28,28 +28,61 @@ impl Rank {
     }
 }
 
-/// `None`, with the reason printed, without two GPUs.
+/// Tokens that ranks which share a GPU may exchange.
+const SHARED_TOKENS: usize = 16;
+
+/// Whether one of so many ranks shares its GPU.
+fn shares(ranks: usize) -> bool {
+    (device::probe().unwrap() as usize) < ranks.min(2) || ranks > 2
+}
+
+/// `None`, with the reason printed, without a GPU.
 fn ranks(groups: usize, group_ranks: usize, tokens: usize) -> Option<Vec<Rank>> {
     Gpu::open()?;
-    if device::probe().unwrap() < 2 {
-        eprintln!("skipped: one GPU, two are needed");
-        return None;
-    }
+    let gpus = device::probe().unwrap().min(2);
     let sizes = GroupSizes { groups, group_ranks, hidden: HIDDEN, tokens };
-    let parts: Vec<_> = (0..sizes.ranks())
-        .map(|rank| {
-            let device = Device::open(rank as u32 % 2).unwrap();
-            let stream = device.stream().unwrap();
-            (Kernels::load(&device).unwrap(), TokenMailbox::new(&stream, sizes).unwrap(), stream)
-        })
-        .collect();
-    let addresses: Vec<TokenMailboxAddress> = parts.iter().map(|(_, own, _)| own.address()).collect();
-    let alarm = Alarm::new(&parts[0].2).unwrap();
-    let rank = |(rank, (kernels, own, stream)): (usize, (Kernels, TokenMailbox, Stream))| {
+    let load = |rank: usize| {
+        let device = Device::open(rank as u32 % gpus).unwrap();
+        (device.stream().unwrap(), Kernels::load(&device).unwrap())
+    };
+    let loaded: Vec<(Stream, Kernels)> = (0..sizes.ranks()).map(load).collect();
+    let stopped = Alarm::new(&loaded[0].0).unwrap();
+    stopped.stop();
+    let mut ranks = connect(loaded, sizes, &stopped);
+    ranks.iter_mut().for_each(|rank| warm_up(rank, sizes));
+    let alarm = Alarm::new(&ranks[0].stream).unwrap();
+    Some(connect(ranks.into_iter().map(|rank| (rank.stream, rank.kernels)).collect(), sizes, &alarm))
+}
+
+fn connect(parts: Vec<(Stream, Kernels)>, sizes: GroupSizes, alarm: &Alarm) -> Vec<Rank> {
+    let own: Vec<TokenMailbox> = parts.iter().map(|(stream, _)| TokenMailbox::new(stream, sizes).unwrap()).collect();
+    let addresses: Vec<TokenMailboxAddress> = own.iter().map(TokenMailbox::address).collect();
+    let rank = |(rank, ((stream, kernels), own)): (usize, ((Stream, Kernels), TokenMailbox))| {
         let groups = AttentionGroups::new(&stream, rank, own, &addresses, alarm.clone()).unwrap();
         Rank { stream, kernels, groups }
     };
-    Some(parts.into_iter().enumerate().map(rank).collect())
+    parts.into_iter().zip(own).enumerate().map(rank).collect()
+}
+
+/// A kernel is loaded when it is first launched, behind whatever runs on its device: where ranks share one, behind a kernel that waits for
+/// this very one. So each is launched before, among ranks that have been told not to wait.
+fn warm_up(rank: &mut Rank, sizes: GroupSizes) {
+    let starts: Vec<usize> = (0..=sizes.groups).map(|group| group.min(1)).collect();
+    let own = starts[rank.groups.group() + 1] - starts[rank.groups.group()];
+    let zeros = |len: usize| -> DeviceBuffer<bf16> { rank.stream.zeros(len).unwrap() };
+    let (mut all, mut residual, mut out) = (zeros(HIDDEN), zeros(own * HIDDEN), zeros(own * HIDDEN));
+    let (weight, values, y) = (zeros(HIDDEN), zeros(own * HIDDEN), zeros(TOP * HIDDEN));
+    let (weights, slot) = (rank.stream.zeros(TOP).unwrap(), rank.stream.zeros(TOP).unwrap());
+    let (starts, groups) = (&starts[..], &mut rank.groups);
+    GatherTokens { values: values.view(), norm: None, out: all.view_mut(), starts, groups }
+        .enqueue(&rank.kernels, &rank.stream)
+        .unwrap();
+    let norm = ThenNorm { residual: residual.view_mut(), weight: weight.view(), eps: EPS };
+    let (y, weights, slot, groups) = (y.view(), weights.view(), slot.view(), &mut rank.groups);
+    ReduceScatter { y, weights, slot, top: TOP, norm, out: out.view_mut(), starts, groups }
+        .enqueue(&rank.kernels, &rank.stream)
+        .unwrap();
+    rank.stream.synchronize().unwrap();
 }
 
 /// What a rank has of a step.
@@ -123,9 +156,8 @@ fn layer(ranks: &mut [Rank], random: &mut Random, starts: &[usize], with_norm: b
     }
     let case = format!("{groups} groups of {group_ranks}, tokens {starts:?}, norm {with_norm}");
     let first = (&ranks[0].stream, &ranks[0].kernels);
-    let normed: Vec<[Vec<bf16>; 2]> = (0..groups)
-        .map(|group| norm_of(first, &residuals[group], &values[group], &operands[0].norm_weight))
-        .collect();
+    let normed: Vec<[Vec<bf16>; 2]> =
+        (0..groups).map(|group| norm_of(first, &residuals[group], &values[group], &operands[0].norm_weight)).collect();
     let rows: Vec<bf16> =
         if with_norm { normed.iter().flat_map(|[_, rows]| rows.clone()).collect() } else { values.concat() };
     let parts: Vec<Vec<bf16>> = ranks.iter().zip(&operands).map(|(rank, own)| part(rank, own, tokens)).collect();
@@ -163,6 +195,10 @@ fn layers(groups: usize, group_ranks: usize, steps: &[&[usize]]) {
     let Some(mut ranks) = ranks(groups, group_ranks, most) else { return };
     let mut random = Random::new();
     for starts in steps {
+        if shares(ranks.len()) && starts[groups] > SHARED_TOKENS {
+            eprintln!("skipped: {} tokens, ranks that share a GPU exchange {SHARED_TOKENS}", starts[groups]);
+            continue;
+        }
         for with_norm in [true, false, true] {
             layer(&mut ranks, &mut random, starts, with_norm);
         }

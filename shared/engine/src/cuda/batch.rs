@@ -114,12 +114,8 @@ impl Batch {
         limits: &Limits,
     ) -> Result<Self, String> {
         let num_rows = plan.rows.len();
-        let mut batch = Self {
-            draws: vec![None; num_rows],
-            logits: vec![0..0; num_rows],
-            decodes_only: true,
-            ..Self::default()
-        };
+        let mut batch =
+            Self { draws: vec![None; num_rows], logits: vec![0..0; num_rows], decodes_only: true, ..Self::default() };
         let mut seen = vec![false; limits.max_slots()];
         let mut counts = vec![0; limits.slots.dp() as usize];
         let (mut single, mut several) = (Vec::new(), Vec::new());

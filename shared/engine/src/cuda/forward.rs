@@ -264,7 +264,8 @@ impl Forward<'_> {
     fn route(&mut self, idx: usize, layer: &Layer, tokens: usize, tile: usize) -> Result<(), EngineError> {
         let (config, mode) = (&self.model.config, self.model.routing);
         let (hidden, top, num_experts) = (config.hidden_size, config.experts_per_token, config.num_experts);
-        let Activations { normed, normed_of_all, router_logits, experts, expert_weights, routings, .. } = &mut *self.acts;
+        let Activations { normed, normed_of_all, router_logits, experts, expert_weights, routings, .. } =
+            &mut *self.acts;
         let (first_expert, routing) = (self.model.plan.experts.start, &mut routings[tile]);
         let picks = tokens * top;
         let x = normed_of_all.as_ref().unwrap_or(normed).slice(..tokens * hidden);

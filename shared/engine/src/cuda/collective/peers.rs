@@ -81,7 +81,8 @@ impl PeerRanks {
         let of_all: Vec<TokenMailboxAddress> = addresses.iter().filter_map(|address| address.all.clone()).collect();
         let group =
             own_group.map(|own| PeerGroup::new(stream, plan.tp_rank, own, &of_group, alarm.clone())).transpose()?;
-        let all = own_all.map(|own| AttentionGroups::new(stream, plan.rank, own, &of_all, alarm.clone())).transpose()?;
+        let all =
+            own_all.map(|own| AttentionGroups::new(stream, plan.rank, own, &of_all, alarm.clone())).transpose()?;
         // Nobody starts before all have opened each other's memory.
         meet(&mut link, address)?;
         let (vocab, first_row, rank) = (sizes.vocab, plan.vocab_rows.start, plan.rank as u32);

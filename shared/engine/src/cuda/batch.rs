@@ -213,24 +213,26 @@ impl Batch {
         self.groups.all() > 0 && self.decodes_only
     }
 
-    /// Fills a plain decode batch up to `rows` rows in every group. Added rows repeat the group's one with the shortest
-    /// context, so they read pages that are read anyway, and write to the cache what it writes; of a group that has none
-    /// they are the first position of slot `idle`. With several groups, they are marked as absent, and visit no expert; a
-    /// repeated row of the only group visits experts that are read anyway.
+    /// Fills a plain decode batch up to `rows` rows in every group.
+    ///
+    /// With one group, added rows repeat the one with the shortest context, so they visit experts and pages that are read
+    /// anyway, and write to the cache what it writes. With several, they are marked as absent and visit no expert, so what
+    /// they write would be something else: they are the first position of slot `idle`, which no sequence has.
     pub(crate) fn pad(&mut self, rows: usize, idle: usize) {
-        if self.groups.groups() > 1 {
+        let is_one_group = self.groups.groups() == 1;
+        if !is_one_group {
             let present = |count: usize| (0..rows).map(move |row| i32::from(row < count));
             self.present = self.groups.counts().flat_map(present).collect();
         }
         self.groups = self.groups.padded(rows);
-        let shortest = (0..self.decode_rows).min_by_key(|row| self.contexts[*row]);
+        let repeated = (0..self.decode_rows).min_by_key(|row| self.contexts[*row]).filter(|_| is_one_group);
         let idle = [0, 0, idle as i32, 1];
         let parts = [&mut self.tokens, &mut self.positions, &mut self.slots, &mut self.contexts];
         for (part, idle) in parts.into_iter().zip(idle) {
-            let repeated = shortest.map_or(idle, |row| part[row]);
-            part.resize(rows, repeated);
+            let added = repeated.map_or(idle, |row| part[row]);
+            part.resize(rows, added);
         }
-        if shortest.is_some() {
+        if is_one_group {
             self.sample_tokens.extend(self.sample_rows.len()..rows);
             self.sample_rows.resize(rows, SampleRow::default());
         }
@@ -368,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn all_groups_are_padded_to_one_size_and_an_empty_one_is_idle() {
+    fn all_groups_are_padded_to_one_size_with_idle_rows() {
         let rows = || vec![decode(4, 20), decode(5, 5)];
         let [mut first, mut second] = [0, 1].map(|group| arrange_for(rows(), &limits(2, group)).unwrap());
         assert!(first.is_plain_decode() && second.is_plain_decode());
@@ -380,8 +382,9 @@ mod tests {
         assert_eq!((&first.slots[..], &first.contexts[..]), (&[4; 3][..], &[1; 3][..]));
         assert_eq!((&first.tokens[..], first.decode_rows, first.groups.own()), (&[0; 3][..], 3, 0..3));
         assert!(first.sample_tokens.is_empty() && first.sample_rows.is_empty());
-        assert_eq!((&second.slots[..], &second.contexts[..]), (&[0, 1, 1][..], &[21, 6, 6][..]));
-        assert_eq!((second.sample_rows.len(), second.groups.own()), (3, 3..6));
+        // Not a row repeated: without its experts, that would write other keys to its place.
+        assert_eq!((&second.slots[..], &second.contexts[..]), (&[0, 1, 4][..], &[21, 6, 1][..]));
+        assert_eq!((second.sample_rows.len(), second.sample_tokens.len(), second.groups.own()), (2, 2, 3..6));
     }
 
     #[test]

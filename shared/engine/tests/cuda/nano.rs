@@ -14,7 +14,7 @@ use crate::{ERROR_RATIO, distance, gpu_is_here, logits, nano, options, prompt, s
 pub(crate) const SEQUENCES: [&str; 5] = ["short5", "len40", "len130", "len300", "len1000"];
 /// Steps with a smaller margin between the two best logits may go either way in bf16, whose logits are about 1/256
 /// apart each.
-const CLOSE_MARGIN: f64 = 0.5;
+pub(crate) const CLOSE_MARGIN: f64 = 0.5;
 /// The same with a cache in E4M3, whose numbers are 1/16 apart.
 const CLOSE_MARGIN_FP8: f64 = 1.0;
 

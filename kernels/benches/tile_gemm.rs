@@ -57,6 +57,7 @@ fn router(bench: &mut Bench, tokens: usize, num_experts: usize) {
         ChooseExperts {
             logits: logits.view_mut(),
             num_experts,
+            present: None,
             experts: picked.view_mut(),
             weights: shares.view_mut(),
             top: TOP,

@@ -63,6 +63,7 @@ fn router(bench: &Bench, num_experts: usize, tokens: usize) {
             x: x.view(),
             weight: weight.view(),
             bias: bias.view(),
+            present: None,
             experts: experts.view_mut(),
             weights: weights.view_mut(),
             logits: None,

@@ -4,8 +4,8 @@ use device::{Device, Kernel, Module};
 
 use crate::error::{KernelError, Result};
 use crate::{
-    all_reduce, combine, decode_attention, fp8_gemm, pack_fp8, prefill_attention, router, sample, skinny_gemm,
-    tile_gemm,
+    all_reduce, combine, decode_attention, fp8_gemm, pack_fp8, prefill_attention, reduce_scatter, router, sample,
+    skinny_gemm, tile_gemm,
 };
 
 /// Whether this build contains kernels: nvcc was found when it was made.
@@ -29,12 +29,14 @@ pub struct Kernels {
     pub(crate) embed: Kernel,
     pub(crate) fp8_gemm: fp8_gemm::Variants,
     pub(crate) gather_rows: Kernel,
+    pub(crate) gather_tokens: Kernel,
     pub(crate) pack_bf16: Kernel,
     pub(crate) pack_bf16_from_mxfp4: Kernel,
     pub(crate) pack_fp8: pack_fp8::Variants,
     pub(crate) pack_mxfp4: Kernel,
     pub(crate) prefill_attention: Kernel,
     pub(crate) quantize_rows: Kernel,
+    pub(crate) reduce_scatter: reduce_scatter::Variants,
     pub(crate) rmsnorm: Kernel,
     pub(crate) rope_kv: Kernel,
     pub(crate) router: router::Variants,
@@ -62,6 +64,7 @@ impl Kernels {
             embed: module(device, "embed")?.kernel("embed", 0)?,
             fp8_gemm: fp8_gemm::Variants::load(&module(device, "fp8_gemm")?)?,
             gather_rows: module(device, "gather_rows")?.kernel("gather_rows", 0)?,
+            gather_tokens: module(device, "gather_tokens")?.kernel("gather_tokens", 0)?,
             pack_bf16: pack_weights.kernel("pack_bf16", 0)?,
             pack_bf16_from_mxfp4: pack_weights.kernel("pack_bf16_from_mxfp4", 0)?,
             pack_fp8: pack_fp8::Variants::load(&module(device, "pack_fp8")?)?,
@@ -69,6 +72,7 @@ impl Kernels {
             prefill_attention: module(device, "prefill_attention")?
                 .kernel("prefill_attention", prefill_attention::SHARED_BYTES)?,
             quantize_rows: module(device, "quantize_rows")?.kernel("quantize_rows", 0)?,
+            reduce_scatter: reduce_scatter::Variants::load(&module(device, "reduce_scatter")?)?,
             rmsnorm: module(device, "rmsnorm")?.kernel("rmsnorm", 0)?,
             rope_kv: module(device, "rope_kv")?.kernel("rope_kv", 0)?,
             router: router::Variants::load(&module(device, "router")?)?,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{DeviceBuffer, HostWords, PeerBuffer, Stream};
+use device::{DeviceBuffer, DevicePtrMut, HostWords, PeerBuffer, Stream};
 use half::bf16;
 
 use crate::error::{Checker, Result};
@@ -90,7 +90,7 @@ impl Mailbox {
     }
 }
 
-/// Tells waiting kernels to stop, and the host that one did. One for a group.
+/// Tells waiting kernels to stop, and the host that one did. One for an instance.
 #[derive(Debug, Clone)]
 pub struct Alarm(Arc<HostWords>);
 
@@ -110,6 +110,10 @@ impl Alarm {
     #[must_use]
     pub fn gave_up(&self) -> bool {
         self.0.load(GAVE_UP) != 0
+    }
+
+    pub(crate) fn address(&self) -> DevicePtrMut<u32> {
+        self.0.address()
     }
 }
 
@@ -188,8 +192,8 @@ impl PeerGroup {
         &self.alarm
     }
 
-    pub(crate) fn host_words(&self) -> device::DevicePtrMut<u32> {
-        self.alarm.0.address()
+    pub(crate) fn host_words(&self) -> DevicePtrMut<u32> {
+        self.alarm.address()
     }
 
     pub(crate) const fn limit_ms() -> u32 {

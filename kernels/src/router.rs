@@ -26,7 +26,9 @@ pub struct Router<'a> {
     pub weight: View<'a, bf16>,
     /// `[experts]`
     pub bias: View<'a, bf16>,
-    /// `[tokens, top]`, most probable first.
+    /// `[tokens]`: 0 for tokens that only fill a batch up. `None`: there are none.
+    pub present: Option<View<'a, i32>>,
+    /// `[tokens, top]`, most probable first; -1 where a token is not present.
     pub experts: ViewMut<'a, i32>,
     /// `[tokens, top]`
     pub weights: ViewMut<'a, f32>,
@@ -60,7 +62,9 @@ pub struct ChooseExperts<'a> {
     pub logits: ViewMut<'a, f32>,
     /// Experts to choose from.
     pub num_experts: usize,
-    /// `[tokens, top]`, most probable first.
+    /// `[tokens]`: 0 for tokens that only fill a batch up. `None`: there are none.
+    pub present: Option<View<'a, i32>>,
+    /// `[tokens, top]`, most probable first; -1 where a token is not present.
     pub experts: ViewMut<'a, i32>,
     /// `[tokens, top]`
     pub weights: ViewMut<'a, f32>,
@@ -90,6 +94,7 @@ struct Args {
     offsets: DevicePtrMut<i32>,
     tiles: DevicePtrMut<[i32; 4]>,
     num_tiles: DevicePtrMut<i32>,
+    present: DevicePtr<i32>,
     local_experts: i32,
     padding: i32,
 }
@@ -114,12 +119,13 @@ impl Args {
         offsets: DevicePtrMut::NULL,
         tiles: DevicePtrMut::NULL,
         num_tiles: DevicePtrMut::NULL,
+        present: DevicePtr::NULL,
         local_experts: 0,
         padding: 0,
     };
 }
 
-const _: () = assert!(size_of::<Args>() == 120);
+const _: () = assert!(size_of::<Args>() == 128);
 // SAFETY: the layout of `RouterArgs` in router.cu, which asserts the same size.
 unsafe impl KernelArgs for Args {}
 
@@ -164,6 +170,7 @@ impl Router<'_> {
         check.size("x", tokens * k, self.x.len())?;
         check.size("experts", tokens * self.top, self.experts.len())?;
         check.size("weights", tokens * self.top, self.weights.len())?;
+        check.size("present", tokens, self.present.map_or(tokens, |present| present.len()))?;
         if let Some(logits) = &self.logits {
             check.size("logits", tokens * num_experts, logits.len())?;
         }
@@ -178,6 +185,7 @@ impl Router<'_> {
             bias: stream.input(&self.bias),
             experts: stream.output(&mut self.experts),
             weights: stream.output(&mut self.weights),
+            present: self.present.map_or(DevicePtr::NULL, |present| stream.input(&present)),
             logits: self.logits.as_mut().map_or(DevicePtrMut::NULL, |logits| stream.output(logits)),
             tokens: int(tokens),
             num_experts: int(num_experts),
@@ -222,12 +230,14 @@ impl ChooseExperts<'_> {
         check.size("logits", tokens * num_experts, self.logits.len())?;
         check.size("experts", tokens * self.top, self.experts.len())?;
         check.size("weights", tokens * self.top, self.weights.len())?;
+        check.size("present", tokens, self.present.map_or(tokens, |present| present.len()))?;
         if tokens == 0 {
             return Ok(());
         }
         let args = Args {
             experts: stream.output(&mut self.experts),
             weights: stream.output(&mut self.weights),
+            present: self.present.map_or(DevicePtr::NULL, |present| stream.input(&present)),
             logits: stream.output(&mut self.logits),
             tokens: int(tokens),
             num_experts: int(num_experts),

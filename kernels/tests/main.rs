@@ -12,6 +12,7 @@ mod dispatch;
 mod embed;
 mod fp8_gemm;
 mod gpu;
+mod groups;
 mod kv_move;
 mod mxfp4;
 mod peers;

@@ -14,7 +14,7 @@ use crate::gpu::{Gpu, Random, widen};
 
 const HIDDEN: usize = 2880;
 const TOP: usize = 4;
-const EPS: f32 = 1e-5;
+pub(crate) const EPS: f32 = 1e-5;
 const COLS: usize = 1000;
 
 struct Rank {
@@ -99,15 +99,21 @@ fn part(rank: &Rank, operands: &Operands, experts: bool) -> Vec<bf16> {
     rank.stream.download(sum.view()).unwrap()
 }
 
-fn add(parts: &[Vec<bf16>]) -> Vec<bf16> {
+/// The sum over ranks, rounded once.
+pub(crate) fn add(parts: &[Vec<bf16>]) -> Vec<bf16> {
     let sum = |i: usize| parts.iter().fold(0.0, |sum, part| sum + part[i].to_f32());
     (0..parts[0].len()).map(|i| bf16::from_f32(sum(i))).collect()
 }
 
 /// What the sum, the residual add and the norm come to on one rank, by kernels that know no ranks.
-fn norm_of(rank: &Rank, residual: &[bf16], sum: &[bf16], weight: &DeviceBuffer<bf16>) -> [Vec<bf16>; 2] {
-    let mut residual = rank.stream.upload(residual).unwrap();
-    let (delta, mut out) = (rank.stream.upload(sum).unwrap(), rank.stream.zeros(sum.len()).unwrap());
+pub(crate) fn norm_of(
+    (stream, kernels): (&Stream, &Kernels),
+    residual: &[bf16],
+    sum: &[bf16],
+    weight: &DeviceBuffer<bf16>,
+) -> [Vec<bf16>; 2] {
+    let mut residual = stream.upload(residual).unwrap();
+    let (delta, mut out) = (stream.upload(sum).unwrap(), stream.zeros(sum.len()).unwrap());
     RmsNorm {
         residual: residual.view_mut(),
         delta: Some(delta.view()),
@@ -115,9 +121,9 @@ fn norm_of(rank: &Rank, residual: &[bf16], sum: &[bf16], weight: &DeviceBuffer<b
         out: out.view_mut(),
         eps: EPS,
     }
-    .enqueue(&rank.kernels, &rank.stream)
+    .enqueue(kernels, stream)
     .unwrap();
-    [residual, out].map(|buffer| rank.stream.download(buffer.view()).unwrap())
+    [residual, out].map(|buffer| stream.download(buffer.view()).unwrap())
 }
 
 fn enqueue(rank: &mut Rank, operands: &mut Operands, tokens: usize, experts: bool, exchange: Exchange, norm: bool) {
@@ -158,7 +164,7 @@ fn all_reduce(exchange: Exchange, tokens: usize) {
                 assert!(out == sum, "{exchange:?} of {tokens} tokens, experts {experts}: the sum differs");
                 continue;
             }
-            let [want_residual, want] = norm_of(rank, &residual, &sum, &own.norm_weight);
+            let [want_residual, want] = norm_of((&rank.stream, &rank.kernels), &residual, &sum, &own.norm_weight);
             assert!(
                 rank.stream.download(own.residual.view()).unwrap() == want_residual,
                 "{exchange:?}: the residual differs"

@@ -24,6 +24,7 @@ fn route(gpu: &Gpu, x: &[bf16], weight: &[bf16], bias: &[bf16], mode: ExpertWeig
         x: x.view(),
         weight: weight.view(),
         bias: device_bias.view(),
+        present: None,
         experts: experts.view_mut(),
         weights: weights.view_mut(),
         logits: Some(logits.view_mut()),
@@ -85,6 +86,7 @@ fn check_dispatch(case: &str, tokens: usize, num_experts: usize, first_expert: u
         x: x.view(),
         weight: weight.view(),
         bias: bias.view(),
+        present: None,
         experts: experts.view_mut(),
         weights: weights.view_mut(),
         logits: None,
@@ -181,6 +183,7 @@ fn the_choice_alone_agrees() {
         ChooseExperts {
             logits: logits.view_mut(),
             num_experts,
+            present: None,
             experts: experts.view_mut(),
             weights: weights.view_mut(),
             top: TOP,
@@ -190,5 +193,72 @@ fn the_choice_alone_agrees() {
         .unwrap();
         assert_eq!(gpu.stream.download(experts.view()).unwrap(), want.experts);
         assert_eq!(gpu.stream.download(weights.view()).unwrap(), want.weights);
+    }
+}
+
+/// Tokens that only fill a batch up: they choose expert -1 with weight 0, which is dispatched nowhere, and the others choose as ever.
+#[test]
+fn absent_tokens_choose_nothing() {
+    const K: usize = 2880;
+    let Some(gpu) = Gpu::open() else { return };
+    let mut random = Random::new();
+    for tokens in [7, 50] {
+        let (x, weight) = (random.bf16(tokens * K, 1.0), random.bf16(32 * K, 0.05));
+        let bias = random.bf16(32, 0.5);
+        let all = route(&gpu, &x, &weight, &bias, ExpertWeights::Bf16);
+        let present: Vec<i32> = (0..tokens).map(|token| i32::from(token % 3 != 1)).collect();
+        let masked = |values: &[i32]| -> Vec<i32> {
+            values.iter().enumerate().map(|(i, pick)| if present[i / TOP] == 0 { -1 } else { *pick }).collect()
+        };
+        let [device_x, device_weight, device_bias] = [&x, &weight, &bias].map(|values| gpu.upload(values));
+        let device_present = gpu.upload(&present);
+        let (mut experts, mut weights) = (gpu.poisoned::<i32>(tokens * TOP), gpu.poisoned::<f32>(tokens * TOP));
+        let mut routing = Routing::new(&gpu.stream, tokens, TOP, 32, 8).unwrap();
+        let dispatches = tokens <= kernels::DISPATCH_TOKENS;
+        let dispatch = dispatches.then_some(RouterDispatch { first_expert: 0, routing: &mut routing });
+        Router {
+            x: device_x.view(),
+            weight: device_weight.view(),
+            bias: device_bias.view(),
+            present: Some(device_present.view()),
+            experts: experts.view_mut(),
+            weights: weights.view_mut(),
+            logits: None,
+            top: TOP,
+            mode: ExpertWeights::Bf16,
+            dispatch,
+        }
+        .enqueue(&gpu.kernels, &gpu.stream)
+        .unwrap();
+        let picks = gpu.stream.download(experts.view()).unwrap();
+        assert_eq!(picks, masked(&all.experts), "{tokens} tokens");
+        let shares = gpu.stream.download(weights.view()).unwrap();
+        for (i, share) in shares.iter().enumerate() {
+            let want = if present[i / TOP] == 0 { 0.0 } else { all.weights[i] };
+            assert_eq!(*share, want, "weight {i} of {tokens} tokens");
+        }
+        if !dispatches {
+            let experts = experts.view();
+            Dispatch { experts, first_expert: 0, routing: &mut routing }.enqueue(&gpu.kernels, &gpu.stream).unwrap();
+        }
+        let slots = gpu.stream.download(routing.slot.view()).unwrap();
+        assert!(slots.iter().zip(&picks).all(|(slot, pick)| (*slot < 0) == (*pick < 0)), "{tokens} tokens: {slots:?}");
+        let offsets = gpu.stream.download(routing.offsets.view()).unwrap();
+        assert_eq!(offsets[32] as usize, picks.iter().filter(|pick| **pick >= 0).count(), "{tokens} tokens");
+
+        let mut logits = gpu.upload(&all.logits);
+        ChooseExperts {
+            logits: logits.view_mut(),
+            num_experts: 32,
+            present: Some(device_present.view()),
+            experts: experts.view_mut(),
+            weights: weights.view_mut(),
+            top: TOP,
+            mode: ExpertWeights::Bf16,
+        }
+        .enqueue(&gpu.kernels, &gpu.stream)
+        .unwrap();
+        assert_eq!(gpu.stream.download(experts.view()).unwrap(), picks, "{tokens} tokens, the choice alone");
+        assert_eq!(gpu.stream.download(weights.view()).unwrap(), shares, "{tokens} tokens, the choice alone");
     }
 }

@@ -11,21 +11,14 @@
 // own. A token's exchanges are numbered by `epochs`, which lives on the device so that graphs can be replayed; odd and even ones
 // take turns. A part of exchange e overwrites that of e - 2: its sender has all parts of e - 1, so their senders had ended e - 2.
 //
-// `packets`, few tokens: block = one token. 32 bits of data and the epoch make a word that is written whole, so that data and
-// their arrival are one: twice the bytes, but one way over NVLink and no fence. Bound by latency: store, way, load.
+// `packets`, few tokens: block = one token; see exchange.cuh. Bound by latency: store, way, load.
 // `bulk`, many tokens: data as they are, then a flag a token. Blocks, all of them resident, take tokens in turn and push two
 // tokens ahead of the one that they wait for. Bound by NVLink.
 // Nobody waits for ever: see Patience.
-#include "../ptx/block_reduce.cuh"
-#include "../ptx/peer.cuh"
+#include "../exchange/exchange.cuh"
 
-namespace {
-
-constexpr int MAX_RANKS = 8;
-constexpr int LOADS = 4;         // outputs of experts that a thread has on their way at once
-constexpr int MAX_THREADS = 512;  // hidden is at most 8 times that
-
-}  // namespace
+using exchange::MAX_RANKS;
+using exchange::MAX_THREADS;
 
 struct AllReduceArgs {
     uint64_t* inboxes[MAX_RANKS];  // of each rank; bulk: bf16 under another name
@@ -59,26 +52,7 @@ __device__ __forceinline__ uint4 own_part(const AllReduceArgs& args, int token, 
     if (args.values) {
         return *reinterpret_cast<const uint4*>(args.values + static_cast<int64_t>(token) * args.hidden + first);
     }
-    float sum[8] = {};
-    for (int begin = 0; begin < args.top; begin += LOADS) {
-        uint4 y[LOADS];
-        float weight[LOADS];
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) {  // all loads first
-            const int j = begin + i, slot = j < args.top ? args.slot[token * args.top + j] : -1;
-            weight[i] = j < args.top ? args.weight[token * args.top + j] : 0.0f;
-            y[i] = make_uint4(0, 0, 0, 0);
-            if (slot >= 0) y[i] = *reinterpret_cast<const uint4*>(args.y + static_cast<int64_t>(slot) * args.hidden + first);
-        }
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) {  // beyond `top`, zeros are added
-            float values[8];
-            ptx::unpack8(y[i], values);
-#pragma unroll
-            for (int k = 0; k < 8; ++k) sum[k] = fmaf(weight[i], values[k], sum[k]);
-        }
-    }
-    return ptx::pack8(sum);
+    return exchange::weighted_sum(args, token, first);
 }
 
 // What follows the sum. `norm_weight` and `residual` are this thread's 8 values of each.
@@ -89,12 +63,7 @@ __device__ __forceinline__ void finish(const AllReduceArgs& args, int token, int
         if (used) *reinterpret_cast<uint4*>(args.out + at) = sum;
         return;
     }
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (used) {
-        x = ptx::add8(residual, sum);
-        *reinterpret_cast<uint4*>(args.residual + at) = x;
-    }
-    const uint4 normed = ptx::block_norm(x, norm_weight, args.hidden, args.eps);
+    const uint4 normed = exchange::add_norm(args, token, first, used, sum, norm_weight, residual);
     if (used) *reinterpret_cast<uint4*>(args.out + at) = normed;
 }
 
@@ -103,20 +72,8 @@ __device__ __forceinline__ uint4 load_residual(const AllReduceArgs& args, int to
     return *reinterpret_cast<const uint4*>(args.residual + static_cast<int64_t>(token) * args.hidden + first);
 }
 
-__device__ __forceinline__ void add(float (&sum)[8], const uint4& part) {
-    float values[8];
-    ptx::unpack8(part, values);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += values[i];
-}
-
-__device__ __forceinline__ uint64_t packet(uint32_t data, uint32_t epoch) {
-    return static_cast<uint64_t>(epoch) << 32 | data;
-}
-
 template <int RANKS>
 __device__ void packets(const AllReduceArgs& args) {
-    constexpr int GROUP = RANKS < 4 ? RANKS : 4;  // parts looked for at once
     const int token = blockIdx.x, first = threadIdx.x * 8;
     const bool used = first < args.hidden;
     uint4 norm_weight = make_uint4(0, 0, 0, 0);
@@ -132,44 +89,19 @@ __device__ void packets(const AllReduceArgs& args) {
     if (used) {
         const int64_t at = (turn + args.rank) * step + place;
 #pragma unroll
-        for (int i = 1; i < RANKS; ++i) {
-            uint64_t* inbox = args.inboxes[(args.rank + i) % RANKS] + at;
-            ptx::store_pair(inbox, packet(own.x, epoch), packet(own.y, epoch));
-            ptx::store_pair(inbox + 2, packet(own.z, epoch), packet(own.w, epoch));
-        }
+        for (int i = 1; i < RANKS; ++i) exchange::send(args.inboxes[(args.rank + i) % RANKS] + at, own, epoch);
     }
     const uint4 residual = load_residual(args, token, first, used);
 
     uint4 parts[RANKS];
-    uint32_t missing = used ? ((1u << RANKS) - 1) & ~(1u << args.rank) : 0;
+    const uint32_t missing = used ? ((1u << RANKS) - 1) & ~(1u << args.rank) : 0;
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) parts[r] = r == args.rank ? own : make_uint4(0, 0, 0, 0);
     ptx::Patience patience(args.host, args.failed, args.limit_ms);
-    const uint64_t* inbox = args.inboxes[args.rank] + turn * step + place;
-    while (missing != 0) {
-#pragma unroll
-        for (int base = 0; base < RANKS; base += GROUP) {
-            uint64_t words[GROUP][2][2];
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) {  // all loads first
-                if (!(missing >> (base + i) & 1)) continue;
-                ptx::load_pair(inbox + (base + i) * step, words[i][0]);
-                ptx::load_pair(inbox + (base + i) * step + 2, words[i][1]);
-            }
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) {
-                if (!(missing >> (base + i) & 1)) continue;
-                const auto& [low, high] = words[i];
-                if (low[0] >> 32 != epoch || low[1] >> 32 != epoch || high[0] >> 32 != epoch || high[1] >> 32 != epoch) continue;
-                parts[base + i] = make_uint4(low[0], low[1], high[0], high[1]);
-                missing &= ~(1u << (base + i));
-            }
-        }
-        if (missing != 0 && patience.is_over()) break;
-    }
+    exchange::receive(parts, missing, args.inboxes[args.rank] + turn * step + place, step, epoch, patience);
     float sum[8] = {};
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) add(sum, parts[r]);
+    for (int r = 0; r < RANKS; ++r) exchange::add(sum, parts[r]);
     __syncthreads();  // all have read the epoch
     if (threadIdx.x == 0) args.epochs[token] = epoch;
     finish(args, token, first, used, ptx::pack8(sum), norm_weight, residual);
@@ -221,7 +153,7 @@ __device__ void bulk(const AllReduceArgs& args) {
             for (int r = 0; r < RANKS; ++r) ptx::load_pair(inbox + r * step, words[r]);
 #pragma unroll
             for (int r = 0; r < RANKS; ++r) {
-                add(sum, make_uint4(words[r][0], words[r][0] >> 32, words[r][1], words[r][1] >> 32));
+                exchange::add(sum, make_uint4(words[r][0], words[r][0] >> 32, words[r][1], words[r][1] >> 32));
             }
         }
         finish(args, token, first, used, ptx::pack8(sum), norm_weight, residual);

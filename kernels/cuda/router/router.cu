@@ -8,7 +8,7 @@
 // straight from global memory, k permuted alike on both sides so that a lane loads 16 bytes. The weights do not depend on the
 // preceding kernel: a warp holds its part in registers before it waits, and keeps it for all tokens. Block 0 adds the partial
 // logits in order of rank and finds the top: a warp a token. Up to 8 tokens are one cluster's, whose block 0 can then do what dispatch.cu
-// does as well: which token goes where. Shared memory: 8 KB.
+// does as well: which token goes where. Tokens that only fill a batch up choose expert -1, which no rank has. Shared memory: 8 KB.
 #include "../ptx/block_reduce.cuh"
 
 struct RouterArgs {
@@ -29,10 +29,11 @@ struct RouterArgs {
     int32_t* offsets;
     int4* tiles;
     int32_t* num_tiles;
+    const int32_t* present;  // [tokens], 0 for tokens that choose nothing: expert -1; null: all choose
     int32_t local_experts; // of this rank
     int32_t padding;
 };
-static_assert(sizeof(RouterArgs) == 120);
+static_assert(sizeof(RouterArgs) == 128);
 
 namespace {
 
@@ -52,6 +53,7 @@ __device__ __forceinline__ uint64_t rank_key(float logit, int expert) {
 template <class LogitOf>
 __device__ int choose(const RouterArgs& args, int token, LogitOf logit_of) {
     const int lane = threadIdx.x % 32;
+    const bool chooses = !args.present || args.present[token] != 0;
     float value[MAX_EXPERTS / 32];
     uint64_t key[MAX_EXPERTS / 32];
 #pragma unroll
@@ -84,6 +86,7 @@ __device__ int choose(const RouterArgs& args, int token, LogitOf logit_of) {
     const float weight = lane < args.top ? expf(mine - top_logit) : 0.0f;
     float share = weight / ptx::warp_sum(weight);
     if (args.round_bf16) share = __bfloat162float(__float2bfloat16(share));
+    if (!chooses) winner = -1, share = 0.0f;
     if (lane < args.top) {
         args.experts[token * args.top + lane] = winner;
         args.weights[token * args.top + lane] = share;

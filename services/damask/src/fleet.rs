@@ -107,7 +107,7 @@ impl Fleet {
     pub(crate) fn read(file: &Path, gpus: u32, degrees: Degrees) -> anyhow::Result<Self> {
         ensure!(
             degrees.is_empty(),
-            "--layout says it all: --prefill-tp, --decode-tp and --decode-ep do not go with it"
+            "--layout says it all: --prefill-tp, --decode-tp, --decode-dp and --decode-ep do not go with it"
         );
         let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
         Self::parse(&text, gpus).with_context(|| format!("{}", file.display()))
@@ -269,6 +269,8 @@ mod tests {
         assert_eq!(Fleet::on_cpu(none).to_string(), "prefill TP2, decode EP4 DP1 TP4");
         let degrees = Degrees { decode_tp: Some(1), decode_dp: Some(2), ..none };
         assert_eq!(Fleet::on_cpu(degrees).to_string(), "prefill TP2, decode EP2 DP2 TP1");
+        let on_gpus = Fleet::on_gpus(4, degrees).unwrap().to_string();
+        assert_eq!(on_gpus, "prefill TP2 on gpus 0 1, decode EP2 DP2 TP1 on gpus 2 3");
     }
 
     #[test]

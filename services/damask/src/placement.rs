@@ -46,7 +46,7 @@ pub(crate) struct PlacementArgs {
     /// Tensor parallelism of decode [default: by the number of GPUs; 4 on the CPU].
     #[arg(long)]
     decode_tp: Option<u32>,
-    /// Data parallelism of decode's attention, on the CPU so far: so many groups of --decode-tp ranks have sequences of their own [default: 1].
+    /// Data parallelism of decode's attention: so many groups of --decode-tp ranks have sequences of their own [default: 1].
     #[arg(long)]
     decode_dp: Option<u32>,
     /// Ways in which decode splits the experts [default: over all ranks, --decode-tp x --decode-dp].

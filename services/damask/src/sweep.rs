@@ -38,9 +38,10 @@ pub(crate) struct SweepArgs {
     /// Attention groups that work on different sequences.
     #[arg(long, default_value_t = 1)]
     dp: u32,
-    /// Lengths of prompts, in tokens; `none` measures no prompts.
-    #[arg(long, default_value = "1024,2048,4096,8192,16384,32768")]
-    prompts: String,
+    /// Lengths of prompts, in tokens; `none` measures no prompts [default: 1024,2048,4096,8192,16384,32768; none with several attention
+    /// groups, which prefill has not].
+    #[arg(long)]
+    prompts: Option<String>,
     /// Sequences of a decode step; `none` measures no steps.
     #[arg(long, default_value = "1,2,4,8,16,32,64,128")]
     batches: String,
@@ -69,14 +70,20 @@ impl SweepArgs {
         let stored = weights.config().stored;
         let scheme =
             WeightScheme { experts: self.experts.unwrap_or(stored.experts), dense: self.dense.unwrap_or(stored.dense) };
+        let standard = SweepOptions::standard(model.clone());
+        let prompts = match &self.prompts {
+            Some(prompts) => list(prompts).context("--prompts")?,
+            None if self.dp > 1 => Vec::new(),
+            None => standard.prompts.clone(),
+        };
         let options = SweepOptions {
             layout,
             scheme,
             chunk: self.chunk,
-            prompts: list(&self.prompts).context("--prompts")?,
+            prompts,
             batches: list(&self.batches).context("--batches")?,
             contexts: list(&self.contexts).context("--contexts")?,
-            ..SweepOptions::standard(model.clone())
+            ..standard
         };
         let swept = sweep(weights, options, &mut |cell| eprintln!("{cell}"))?;
         eprintln!("weights and graphs in {:.1} s", swept.build_seconds);

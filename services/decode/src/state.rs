@@ -192,8 +192,8 @@ impl DecodeState {
     fn on_begin(&mut self, ticket: TicketId, sender: &PeerId, layout: &KvLayout) {
         match self.scheduler.begin_landing(ticket, sender, layout) {
             Ok(tables) => {
-                self.transport.land(ticket, &tables);
                 if let Some(flight) = self.flights.get_mut(&ticket) {
+                    self.transport.land(ticket, flight.group, &tables);
                     flight.tables = Some(tables);
                 }
             }

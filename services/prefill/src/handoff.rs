@@ -164,6 +164,6 @@ impl Handoff {
 
     async fn open(&self, lanes: &Lanes) -> Result<Box<dyn SendTicket>, TransferError> {
         let lane = lanes.lane(&self.ticket.kv_endpoint.address, &self.ticket.decode).await?;
-        lane.begin(self.ticket.id).await
+        lane.begin(self.ticket.id, self.ticket.dp_group).await
     }
 }

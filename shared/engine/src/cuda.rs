@@ -12,6 +12,10 @@
 //! the number of tokens in the step (see `products`), so logits of a position may differ in the last bits between batch
 //! sizes; the CPU engine is the one that is bit-stable.
 //!
+//! With attention data parallelism a rank knows the slots, pages and tokens of its own attention group alone, and computes its experts for
+//! all groups' tokens. All ranks of a step run as many rows, those of the group that has most, so that their graphs exchange the same
+//! shapes; rows that only fill up visit no expert.
+//!
 //! Start with [`build_group`]; `rank` carries out a step, `forward` is the model.
 
 mod activations;
@@ -20,6 +24,7 @@ mod collective;
 mod copy_rate;
 mod forward;
 mod graphs;
+mod group_tokens;
 mod kv_cache;
 mod link_rate;
 mod memory;
@@ -39,7 +44,7 @@ use std::sync::Arc;
 use device::Device;
 use kernels::KernelError;
 use model::{Checkpoint, ModelConfig, ShardPlan, WeightScheme, load_rank, rank_bytes};
-use types::{KvDtype, KvLayout, ParallelLayout, TokenId};
+use types::{KvDtype, KvLayout, ParallelLayout, SlotGroups, TokenId};
 
 pub use crate::cpu::LoadProgress;
 use crate::fault::Fault;
@@ -64,7 +69,7 @@ const COMPUTE_CAPABILITY: (u32, u32) = (9, 0);
 /// What to build.
 #[derive(Debug, Clone)]
 pub struct CudaOptions {
-    /// How the model is spread. Attention groups (dp) are one so far.
+    /// How the model is spread.
     pub layout: ParallelLayout,
     /// How matrices are held.
     pub scheme: WeightScheme,
@@ -74,11 +79,11 @@ pub struct CudaOptions {
     pub kv_dtype: KvDtype,
     /// Positions a page holds; a multiple of 32.
     pub page_tokens: u32,
-    /// Pages for layers of full attention, on each rank.
+    /// Pages for layers of full attention, on each rank: each attention group has as many.
     pub full_pages: u32,
     /// Pages for layers of sliding-window attention, on each rank.
     pub window_pages: u32,
-    /// Slots are numbered from 0 to below this.
+    /// Slots are numbered from 0 to below this, and dealt out to attention groups as [`SlotGroups`] says.
     pub max_slots: u32,
     /// Tokens that the rows of a step may have together.
     pub max_step_tokens: u32,
@@ -91,7 +96,7 @@ pub struct CudaOptions {
     /// GPU of each rank, as the driver counts them. Where two ranks have the same one, no rank waits for another on its GPU
     /// and steps are enqueued kernel by kernel: for tests, not for speed.
     pub devices: Vec<u32>,
-    /// Looks into layers, for numeric tests.
+    /// Looks into layers, for numeric tests; of one attention group only.
     pub probe: Option<Arc<dyn Probe>>,
 }
 
@@ -169,13 +174,17 @@ pub fn build_group(
 ) -> Result<EngineGroup, EngineError> {
     let config = weights.config().clone();
     check(&config, &options)?;
+    if listener.is_some() && options.layout.dp > 1 {
+        let reason = format!("layout {}: only one attention group (dp) can publish its kv", options.layout);
+        return Err(EngineError::Setup(reason));
+    }
     available()?;
     let plans = ShardPlan::all(&config, options.layout)?;
     check_parts(&plans)?;
     let layout = kv_layout(&config, &options);
     let ranks = options.layout.ranks();
     let fault = Arc::new(Fault::new(ranks));
-    let meeting = Meeting::new(&options.devices, &fault);
+    let meeting = Meeting::new(options.layout, &options.devices, &fault);
     EngineGroup::start("engine", ranks, layout, fault, move |rank| {
         let plan = &plans[rank as usize];
         let mut gpu = Gpu::open(options.devices[rank as usize])?;
@@ -224,9 +233,6 @@ fn load(
 fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError> {
     let fail = |reason: String| Err(EngineError::Setup(reason));
     let layout = options.layout;
-    if layout.dp != 1 {
-        return fail(format!("layout {layout}: the cuda engine has one attention group so far"));
-    }
     if options.devices.len() != layout.ranks() as usize {
         let devices = options.devices.len();
         return fail(format!("layout {layout} has {} ranks, devices are named for {devices}", layout.ranks()));
@@ -256,14 +262,34 @@ fn check(config: &ModelConfig, options: &CudaOptions) -> Result<(), EngineError>
     if options.max_context_tokens == 0 || options.max_context_tokens as usize > longest {
         return fail(format!("max_context_tokens is {}, the model takes 1 to {longest}", options.max_context_tokens));
     }
+    slot_groups(options)?;
+    if layout.dp > 1 && options.probe.is_some() {
+        return fail(format!("layout {layout}: a probe looks into one attention group only"));
+    }
     if let Some(range) = options.masked_tokens.iter().find(|range| range.end as usize > config.vocab_size) {
         return fail(format!("masked tokens {range:?} lie beyond the vocabulary of {}", config.vocab_size));
     }
     Ok(())
 }
 
-/// What the kernels ask of each rank's part.
+/// Why this engine cannot compute in a layout, whatever the model; `None` if it can.
+#[must_use]
+pub fn layout_obstacle(layout: ParallelLayout) -> Option<String> {
+    let ranks = layout.ranks();
+    let takes = [1, 2, 4, 8].contains(&ranks);
+    (!takes).then(|| format!("layout is {layout}, which has {ranks} ranks; it takes 1, 2, 4 or 8"))
+}
+
+/// Whose each slot is.
+fn slot_groups(options: &CudaOptions) -> Result<SlotGroups, EngineError> {
+    SlotGroups::new(options.max_slots, options.layout.dp).map_err(|error| EngineError::Setup(error.to_string()))
+}
+
+/// What the kernels ask of the ranks and of each one's part.
 fn check_parts(plans: &[ShardPlan]) -> Result<(), EngineError> {
+    if let Some(obstacle) = plans.first().and_then(|plan| layout_obstacle(plan.layout)) {
+        return Err(EngineError::Setup(obstacle));
+    }
     for plan in plans {
         let rows = plan.vocab_rows.len();
         if !rows.is_multiple_of(16) || !plan.vocab_rows.start.is_multiple_of(4) {

@@ -1,7 +1,7 @@
 //! Lower bounds of a step's time, with weights held as the config says and everything else in bf16: what each GPU must read, at the rate at
 //! which memory can be read, or what it must compute, at the rate of the tensor cores, whichever takes longer; and with
-//! several GPUs two sums over them a layer. Floors, not forecasts: no gaps between kernels, routing uniform and
-//! independent.
+//! several GPUs two sums over them a layer, or with several attention groups what lies between these. Floors, not forecasts: no
+//! gaps between kernels, routing uniform and independent.
 
 use model::{DenseFormat, ExpertFormat, LayerKind, ModelConfig};
 
@@ -32,14 +32,16 @@ impl Machine {
     }
 }
 
-/// GPUs that run a model together: attention and head are split over all of them, experts `ep` ways and each expert's
-/// matrices over what is left.
+/// GPUs that run a model together: `dp` attention groups, over each of which attention and head are split; experts are split `ep` ways
+/// over all GPUs, and each expert's matrices over what is left.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Group {
     /// GPUs.
     pub ranks: usize,
     /// Ways in which the experts are split.
     pub ep: usize,
+    /// Attention groups, among which the sequences of a step are dealt out evenly.
+    pub dp: usize,
     /// The shortest sum over all GPUs, of one token.
     pub all_reduce_s: f64,
     /// From one GPU to another.
@@ -48,16 +50,47 @@ pub struct Group {
 
 impl Group {
     /// One GPU.
-    pub const ALONE: Self = Self { ranks: 1, ep: 1, all_reduce_s: 0.0, link_bytes_per_s: f64::INFINITY };
+    pub const ALONE: Self = Self { ranks: 1, ep: 1, dp: 1, all_reduce_s: 0.0, link_bytes_per_s: f64::INFINITY };
 
-    /// A sum of `bytes` over all: each GPU sends all to all others, or (at the price of a second meeting) its share of the
-    /// sum, whichever is sooner done.
+    /// GPUs of an attention group.
+    #[must_use]
+    pub const fn tp(&self) -> usize {
+        self.ranks / self.dp
+    }
+
+    /// Sequences of the attention group that has most, of `batch`.
+    #[must_use]
+    pub const fn sequences(&self, batch: usize) -> usize {
+        batch.div_ceil(self.dp)
+    }
+
+    /// A sum of `bytes` over an attention group: each GPU sends all to all others, or (at the price of a second meeting) its share of
+    /// the sum, whichever is sooner done.
     #[must_use]
     pub fn all_reduce(&self, bytes: f64) -> f64 {
-        let others = self.ranks as f64 - 1.0;
+        if self.dp > 1 && self.tp() == 1 {
+            return 0.0;
+        }
+        let (ranks, others) = (self.tp() as f64, self.tp() as f64 - 1.0);
         let at_once = self.all_reduce_s + others * bytes / self.link_bytes_per_s;
-        let in_two = 1.6 * self.all_reduce_s + 2.0 * others / self.ranks as f64 * bytes / self.link_bytes_per_s;
+        let in_two = 1.6 * self.all_reduce_s + 2.0 * others / ranks * bytes / self.link_bytes_per_s;
         at_once.min(in_two)
+    }
+
+    /// What a layer of a step of `batch` sequences, `row_bytes` each, takes between GPUs. With one attention group: two sums. With several:
+    /// the sum behind attention within a group, the way of all rows to all groups (a GPU gets those of the others, and the GPUs of a group
+    /// share in sending its own), and the sum behind experts (a GPU sends a part of each row of the others, and gets one of its own).
+    #[must_use]
+    pub fn exchanges(&self, batch: usize, row_bytes: f64) -> f64 {
+        let own = self.sequences(batch) as f64;
+        let sum = self.all_reduce(own * row_bytes);
+        if self.dp == 1 {
+            return 2.0 * sum;
+        }
+        let foreign = (batch - batch / self.dp) as f64;
+        let gathered = foreign.max(own * (self.dp as f64 - 1.0) / self.tp() as f64);
+        let scattered = foreign.max(own);
+        sum + 2.0 * self.all_reduce_s + (gathered + scattered) * row_bytes / self.link_bytes_per_s
     }
 
     /// Experts whose weights the busiest GPU reads for `tokens` tokens, as parts of whole experts.
@@ -179,31 +212,33 @@ fn experts_of_the_busiest(config: &ModelConfig, tokens: usize, ep: usize) -> f64
 #[must_use]
 pub fn decode(config: &ModelConfig, machine: &Machine, group: &Group, batch: usize, context: usize) -> Bound {
     let (layers, tokens, ranks) = (config.num_layers as f64, batch as f64, group.ranks as f64);
-    let (dense, expert) = (dense_weights(config) / ranks, expert_weights(config));
+    // Of the GPU whose attention group has most sequences.
+    let (own, tp) = (group.sequences(batch) as f64, group.tp() as f64);
+    let (dense, expert) = (dense_weights(config) / tp, expert_weights(config));
     let router = (config.hidden_size * config.num_experts) as f64 * BF16_BYTES;
     let expert_bytes = group.experts(config, batch) * expert * expert_bytes_each(config);
     let expert_flops = 2.0 * tokens * config.experts_per_token as f64 * expert / ranks;
-    let dense_flops = 2.0 * tokens * dense;
-    let key_bytes = 2.0 * config.kv_width() as f64 * BF16_BYTES / ranks;
+    let dense_flops = 2.0 * own * dense;
+    let key_bytes = 2.0 * config.kv_width() as f64 * BF16_BYTES / tp;
     let keys = count(config, LayerKind::Full) * context as f64
         + count(config, LayerKind::Sliding) * context.min(config.window) as f64;
-    let kv_bytes = tokens * key_bytes * keys;
-    let head_bytes = head_bytes(config) / ranks;
+    let kv_bytes = own * key_bytes * keys;
+    let head_bytes = head_bytes(config) / tp;
     let time = |bytes: f64, flops: f64, rate: f64| (bytes / machine.bytes_per_s).max(flops / rate);
     let (dense_rate, expert_rate) = (machine.dense_flops_per_s(config), machine.expert_flops_per_s(config));
-    let sums = 2.0 * group.all_reduce(tokens * config.hidden_size as f64 * BF16_BYTES);
+    let exchanges = group.exchanges(batch, config.hidden_size as f64 * BF16_BYTES);
     let layer = time(expert_bytes, expert_flops, expert_rate)
         + time(dense * dense_bytes(config), dense_flops, dense_rate)
         + router / machine.bytes_per_s
-        + sums;
+        + exchanges;
     Bound {
         bytes: layers * (expert_bytes + dense * dense_bytes(config) + router) + kv_bytes + head_bytes,
-        flops: layers * (expert_flops + dense_flops) + 4.0 * tokens * config.q_width() as f64 / ranks * keys,
+        flops: layers * (expert_flops + dense_flops) + 4.0 * own * config.q_width() as f64 / tp * keys,
         seconds: layers * layer + (kv_bytes + head_bytes) / machine.bytes_per_s,
     }
 }
 
-/// One prompt of `tokens` tokens, nothing cached; the head for its last token only.
+/// One prompt of `tokens` tokens, nothing cached; the head for its last token only. Of one attention group: prefill has no more.
 #[must_use]
 pub fn prefill(config: &ModelConfig, machine: &Machine, group: &Group, tokens: usize) -> Bound {
     let (layers, n, ranks) = (config.num_layers as f64, tokens as f64, group.ranks as f64);
@@ -316,11 +351,35 @@ mod tests {
     fn bounds_of_several_gpus_agree_with_it_too() {
         let (machine, config) = (Machine::h200(4.3e12), ModelConfig::gpt_oss_120b());
         for (ranks, ep, batch, want) in SEVERAL {
-            let group = Group { ranks, ep, all_reduce_s: 5e-6, link_bytes_per_s: 450e9 };
+            let group = Group { ranks, ep, dp: 1, all_reduce_s: 5e-6, link_bytes_per_s: 450e9 };
             let ms = decode(&config, &machine, &group, batch, 8192).seconds * 1e3;
             // The busiest GPU's experts are a mean over random draws there and here.
             let tolerance = if ep > 1 { 0.02 * want } else { 0.0006 };
             assert!((ms - want).abs() <= tolerance, "{ranks} ranks, ep {ep}, batch {batch}: {ms} ms, want {want}");
         }
+    }
+
+    /// With attention groups the busiest GPU has all of attention's weights and the cache of its own sequences, and experts as under TP.
+    #[test]
+    fn attention_groups_are_counted_by_the_busiest() {
+        let (machine, config) = (Machine::h200(4.3e12), ModelConfig::gpt_oss_20b());
+        let tensor = Group { ranks: 2, ep: 2, dp: 1, all_reduce_s: 5e-6, link_bytes_per_s: 450e9 };
+        let data = Group { dp: 2, ..tensor };
+        let step = |group: &Group, batch| decode(&config, &machine, group, batch, 8192);
+        let half_dense = 24.0 * dense_weights(&config) + head_bytes(&config) / BF16_BYTES;
+        for (batch, own) in [(1, 1.0), (2, 1.0), (3, 2.0), (128, 64.0)] {
+            let (by_heads, by_sequences) = (step(&tensor, batch), step(&data, batch));
+            let cache = cached_bytes(&config, 1, 8192);
+            let more = half_dense + (own - batch as f64 / 2.0) * cache;
+            let found = by_sequences.bytes - by_heads.bytes;
+            assert!((found - more).abs() < 1.0, "batch {batch}: {found} bytes more, want {more}");
+        }
+        // Two ways of 5 us a layer in both; of 128 rows 64 each way twice, or 128 twice.
+        let rows = |group: &Group| group.exchanges(128, 5760.0) - 10e-6;
+        assert!((rows(&data) - 128.0 * 5760.0 / 450e9).abs() < 1e-12);
+        assert!((rows(&tensor) - 2.0 * 128.0 * 5760.0 / 450e9).abs() < 1e-12);
+        let four = Group { ranks: 4, ep: 4, ..data };
+        assert_eq!((four.tp(), four.sequences(5)), (2, 3));
+        assert!(four.exchanges(1, 5760.0) > 15e-6, "three exchanges where a group has two GPUs");
     }
 }

@@ -3,8 +3,9 @@
 //! Wall-clock time as a worker takes it: launch, kernels, and the tokens back on the host; the next decode step is launched
 //! before the last one is read. Prefill: the median of [`PROMPT_REPEATS`] prompts after [`WARM_PROMPTS`] to warm up, from an
 //! empty cache to the first token, in chunks. Decode: the mean of [`STEPS`] steps after [`WARM_STEPS`], from whatever the cache
-//! holds: random numbers where the weights are random, zeros otherwise. Bytes are counted, not measured; the bound is
-//! [`roofline`]'s for the copy rate and, of several GPUs, the shortest sum and the rate between them, measured in the same run.
+//! holds: random numbers where the weights are random, zeros otherwise. The sequences of a step are dealt out to the attention groups in
+//! turn. Bytes are counted, not measured; the bound is [`roofline`]'s for the copy rate and, of several GPUs, the shortest sum and the
+//! rate between them, measured in the same run.
 
 mod report;
 
@@ -14,7 +15,7 @@ use std::time::Instant;
 
 use model::{ModelConfig, WeightScheme};
 use scheduler::plan::RowOutputKind;
-use types::{KvDtype, ParallelLayout};
+use types::{KvDtype, ParallelLayout, SlotGroups};
 
 use crate::EngineError;
 use crate::cuda::LinkRate;
@@ -45,7 +46,7 @@ pub struct SweepOptions {
     pub scheme: WeightScheme,
     /// Tokens of a prompt that one step takes.
     pub chunk: usize,
-    /// Lengths of prompts, in tokens.
+    /// Lengths of prompts, in tokens; none with several attention groups, which prefill has not.
     pub prompts: Vec<usize>,
     /// Sequences of a decode step.
     pub batches: Vec<usize>,
@@ -81,14 +82,29 @@ impl SweepOptions {
         batch * (context + WARM_STEPS + STEPS + 64)
     }
 
-    /// Keys of the cell that has most of those which are measured.
+    /// Keys of one attention group in the cell that has most of those which are measured.
     fn most_keys(&self) -> usize {
-        let cells =
-            self.contexts.iter().flat_map(|context| self.batches.iter().map(|batch| Self::keys(*batch, *context)));
-        cells.filter(|keys| *keys <= self.max_keys).max().unwrap_or(0)
+        let cells = self.contexts.iter().flat_map(|context| self.batches.iter().map(move |batch| (*batch, *context)));
+        let measured = cells.filter(|(batch, context)| Self::keys(*batch, *context) <= self.max_keys);
+        let of_group = |(batch, context): (usize, usize)| Self::keys(batch.div_ceil(self.layout.dp as usize), context);
+        measured.map(of_group).max().unwrap_or(0)
+    }
+
+    /// As many in each attention group.
+    fn slots(&self) -> Result<SlotGroups, EngineError> {
+        let slots = (self.max_batch() as u32).next_multiple_of(self.layout.dp);
+        SlotGroups::new(slots, self.layout.dp).map_err(|error| EngineError::Setup(error.to_string()))
     }
 
     fn check(&self, config: &ModelConfig) -> Result<(), EngineError> {
+        let layout = self.layout;
+        if layout.tp == 0 || layout.ep == 0 || layout.dp == 0 {
+            return Err(EngineError::Setup(format!("layout {layout}: each degree is at least 1")));
+        }
+        if layout.dp > 1 && !self.prompts.is_empty() {
+            let reason = format!("layout {layout}: prompts are prefill's, which has one attention group; measure none");
+            return Err(EngineError::Setup(reason));
+        }
         let longest = config.max_context_tokens;
         let mut lengths = self.prompts.iter().chain(&self.contexts);
         if let Some(length) = lengths.find(|length| **length == 0 || **length + WARM_STEPS + STEPS + 1 > longest) {
@@ -184,6 +200,7 @@ pub fn sweep(weights: Weights, options: SweepOptions, on_cell: &mut dyn FnMut(&C
     let group = link.map_or(Group::ALONE, |link| Group {
         ranks: devices.len(),
         ep: options.layout.ep as usize,
+        dp: options.layout.dp as usize,
         all_reduce_s: link.all_reduce_s,
         link_bytes_per_s: link.bytes_per_s,
     });
@@ -204,7 +221,8 @@ pub fn sweep(weights: Weights, options: SweepOptions, on_cell: &mut dyn FnMut(&C
             let (seconds, distinct_tokens) = decode(&mut driver, batch, context)?;
             let keys = context + WARM_STEPS + STEPS / 2;
             let saved = 1.0 - options.kv_dtype.bytes() as f64 / KvDtype::Bf16.bytes() as f64;
-            let saved_bytes = saved * roofline::cached_bytes(&config, batch, keys) / group.ranks as f64;
+            let cached = roofline::cached_bytes(&config, group.sequences(batch), keys) / group.tp() as f64;
+            let saved_bytes = saved * cached;
             let bound = roofline::decode(&config, &machine, &group, batch, keys).without(&machine, saved_bytes);
             let cell = Cell { phase: Phase::Decode, batch, context, seconds, bound, distinct_tokens };
             on_cell(&cell);
@@ -222,8 +240,11 @@ fn devices(options: &SweepOptions) -> Vec<u32> {
 fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError> {
     let longest = options.prompts.iter().copied().max().unwrap_or(0);
     let full_pages = options.most_keys().max(longest + 1).div_ceil(PAGE_TOKENS as usize) as u32;
-    let (slots, chunk) = (options.max_batch() as u32, options.chunk as u32);
-    let window_pages = slots * 8 + chunk.div_ceil(PAGE_TOKENS) * 2;
+    let slots = options.slots()?;
+    let max_slots = slots.dp() * slots.per_group();
+    // Without prompts no step is longer than a batch.
+    let chunk = if options.prompts.is_empty() { max_slots } else { options.chunk as u32 };
+    let window_pages = slots.per_group() * 8 + chunk.div_ceil(PAGE_TOKENS) * 2;
     let cuda_options = CudaOptions {
         layout: options.layout,
         scheme: options.scheme,
@@ -232,7 +253,7 @@ fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError
         page_tokens: PAGE_TOKENS,
         full_pages,
         window_pages,
-        max_slots: slots,
+        max_slots,
         max_step_tokens: chunk,
         max_context_tokens: weights.config().max_context_tokens as u32,
         publish_layers: None,
@@ -241,7 +262,7 @@ fn build(weights: Weights, options: &SweepOptions) -> Result<Driver, EngineError
         probe: None,
     };
     let group = cuda::build_group(weights, cuda_options, None, Arc::new(|_| {}))?;
-    Ok(Driver::over(group, [full_pages, window_pages]))
+    Ok(Driver::over_groups(group, [full_pages, window_pages], slots))
 }
 
 /// Token numbers spread over the vocabulary.
@@ -276,16 +297,19 @@ fn prefill(driver: &mut Driver, len: usize, chunk: usize) -> Result<f64, EngineE
 
 /// Seconds of a decode step: the mean. And the number of different tokens in the last one.
 fn decode(driver: &mut Driver, batch: usize, context: usize) -> Result<(f64, usize), EngineError> {
-    let first = |slot: usize| Row::new(slot as u32, &tokens(1, slot), RowOutputKind::Sample);
-    for slot in 0..batch {
-        driver.bind(slot as u32, &[], greedy());
+    // In turn from each attention group.
+    let (dp, per_group) = (driver.slots.dp(), driver.slots.per_group());
+    let slots: Vec<u32> = (0..batch as u32).map(|number| number % dp * per_group + number / dp).collect();
+    let first = |(number, slot): (usize, &u32)| Row::new(*slot, &tokens(1, number), RowOutputKind::Sample);
+    for slot in &slots {
+        driver.bind(*slot, &[], greedy());
         // The cache may be read at any position: a sequence may begin anywhere.
-        driver.sequences.get_mut(&(slot as u32)).expect("just bound").len = context as u32;
+        driver.sequences.get_mut(slot).expect("just bound").len = context as u32;
     }
-    driver.launch((0..batch).map(first).collect())?;
+    driver.launch(slots.iter().enumerate().map(first).collect())?;
     let mut start = Instant::now();
     for step in 0..WARM_STEPS + STEPS {
-        driver.launch((0..batch).map(|slot| Row::decode(slot as u32)).collect())?;
+        driver.launch(slots.iter().map(|slot| Row::decode(*slot)).collect())?;
         driver.group.collect()?;
         if step + 1 == WARM_STEPS {
             start = Instant::now();
@@ -293,7 +317,7 @@ fn decode(driver: &mut Driver, batch: usize, context: usize) -> Result<(f64, usi
     }
     let seconds = start.elapsed().as_secs_f64() / STEPS as f64;
     let last = driver.group.collect()?;
-    (0..batch).for_each(|slot| driver.end(slot as u32));
+    slots.iter().for_each(|slot| driver.end(*slot));
     let drawn = last.rows.iter().filter_map(|row| row.sampled.as_ref()).map(|sampled| sampled.token);
     Ok((seconds, drawn.collect::<BTreeSet<u32>>().len()))
 }

@@ -25,7 +25,7 @@ use transfer::{
     Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, FirstToken, ReceiveTransport, SendLane, SendTransport, SinkClosed,
     TransferConfig, TransportChoice,
 };
-use types::{Incarnation, KvDtype, KvLayout, PageGroup, PageId, PeerId, TicketId, WorkerId};
+use types::{DpGroup, Incarnation, KvDtype, KvLayout, PageGroup, PageId, PeerId, TicketId, WorkerId};
 
 const CONTEXT: u32 = 8_192;
 const CHUNK: u32 = 2_048;
@@ -95,7 +95,7 @@ impl Connector for Tcp {
 
 /// One prompt: the moment at which its last layers are complete.
 async fn send(lane: &dyn SendLane, id: u128, map: &PageMap) -> Instant {
-    let ticket = lane.begin(TicketId(id)).await.unwrap();
+    let ticket = lane.begin(TicketId(id), DpGroup(0)).await.unwrap();
     let pages = tables(7);
     let mut last = Instant::now();
     for chunk in 0..CONTEXT / CHUNK {
@@ -120,7 +120,7 @@ async fn land(
 ) {
     while let Some((at, Arrival { ticket, event })) = arrivals.recv().await {
         match event {
-            ArrivalEvent::Begin { .. } => receiver.land(ticket, &tables(90)),
+            ArrivalEvent::Begin { .. } => receiver.land(ticket, DpGroup(0), &tables(90)),
             ArrivalEvent::Commit { reply, .. } => {
                 reply.accept();
                 whole.send(at).await.unwrap();

@@ -32,7 +32,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use kv::{KvSlice, PageTables};
-use types::{KvLayout, PageId, PeerId, TicketId, TokenId};
+use types::{DpGroup, KvLayout, PageId, PeerId, TicketId, TokenId};
 
 use crate::data::DataError;
 use crate::error::{AbortReason, LossCause, TransferError};
@@ -101,11 +101,11 @@ pub trait SendLane: Send + Sync {
     /// Who is at the other end.
     fn peer(&self) -> &PeerId;
 
-    /// Opens a ticket. Bounded by `ack_timeout_ms`.
+    /// Opens a ticket, whose pages `group` of the receiver's attention groups holds. Bounded by `ack_timeout_ms`.
     ///
     /// # Errors
     /// `Gone`, `Duplicate`, `PeerLost`, `Timeout`.
-    fn begin(&self, ticket: TicketId) -> BoxFuture<'_, Result<Box<dyn SendTicket>, TransferError>>;
+    fn begin(&self, ticket: TicketId, group: DpGroup) -> BoxFuture<'_, Result<Box<dyn SendTicket>, TransferError>>;
 
     /// How the lane was lost, once it is; a lost lane never recovers.
     fn lost(&self) -> Option<LossCause>;
@@ -180,9 +180,9 @@ pub trait ReceiveTransport: Send + Sync {
     /// `Duplicate`, `TooManyTickets`.
     fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError>;
 
-    /// Says where the slices of a ticket go, once its sender has begun. Until then the transport writes nothing; one that hands over bytes does not
+    /// Says where the slices of a ticket go, once its sender has begun: pages of attention group `group`. Until then the transport writes nothing; one that hands over bytes does not
     /// need it. Never blocks.
-    fn land(&self, ticket: TicketId, tables: &PageTables);
+    fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables);
 
     /// Takes the acceptance back. Never blocks.
     fn revoke(&self, ticket: TicketId, reason: AbortReason) -> Revoked;

@@ -11,7 +11,7 @@ use bytes::BytesMut;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use kv::KvSlice;
-use types::{PageId, PeerId, TicketId};
+use types::{DpGroup, PageId, PeerId, TicketId};
 
 use crate::contract::{Carries, FirstToken, Part, Receipt, SendLane, SendTicket, SendTransport};
 use crate::error::{AbortReason, LossCause, TransferError};
@@ -128,11 +128,11 @@ impl SendLane for FaultyLane {
         self.inner.peer()
     }
 
-    fn begin(&self, ticket: TicketId) -> BoxFuture<'_, Result<Box<dyn SendTicket>, TransferError>> {
+    fn begin(&self, ticket: TicketId, group: DpGroup) -> BoxFuture<'_, Result<Box<dyn SendTicket>, TransferError>> {
         async move {
             self.dice.maybe_wait().await;
             let ticket = FaultyTicket {
-                inner: self.inner.begin(ticket).await?,
+                inner: self.inner.begin(ticket, group).await?,
                 lane: Arc::clone(&self.inner),
                 dice: Arc::clone(&self.dice),
                 held_back: Mutex::new(None),

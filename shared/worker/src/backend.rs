@@ -66,6 +66,9 @@ fn obstacle(config: &EngineConfig) -> Option<String> {
     if !config.page_tokens.is_multiple_of(32) {
         return Some(format!("page_tokens is {}, it takes multiples of 32", config.page_tokens));
     }
+    if let Some(obstacle) = cuda::layout_obstacle(config.layout) {
+        return Some(obstacle);
+    }
     match cuda::available() {
         Ok(gpus) => too_few_gpus(config.layout, config.ranks_per_gpu, gpus),
         Err(error) => Some(error.to_string()),
@@ -115,8 +118,12 @@ mod tests {
         assert_eq!(reason, "layout is EP1 DP1 TP4, which takes 4 gpus, and this process sees 2");
         assert_eq!(too_few_gpus(ParallelLayout::tp(4), 1, 4), None);
         assert_eq!(too_few_gpus(ParallelLayout::tp(4), 2, 2), None);
-        let cases =
-            [(config(Rounding::F32, 64, 1), "numerics.compute"), (config(Rounding::Bf16, 16, 1), "page_tokens is 16")];
+        let twelve = EngineConfig { layout: ParallelLayout { tp: 4, ep: 1, dp: 3 }, ..config(Rounding::Bf16, 64, 1) };
+        let cases = [
+            (config(Rounding::F32, 64, 1), "numerics.compute"),
+            (config(Rounding::Bf16, 16, 1), "page_tokens is 16"),
+            (twelve, "layout is EP1 DP3 TP4, which has 12 ranks"),
+        ];
         for (config, reason) in cases {
             assert_eq!(Backend::Auto.choose(&config, false).unwrap(), Backend::Cpu);
             let error = Backend::Cuda.choose(&config, false).unwrap_err().to_string();

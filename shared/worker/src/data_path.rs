@@ -25,9 +25,6 @@ pub(crate) fn ports(engine: &EngineGroup, config: &TransferConfig) -> Result<Opt
     }
     let obstacle = match engine.kv_ports() {
         None => "this engine's cache is in host memory",
-        Some(ports) if ports.len() != engine.kv_layout().tp as usize => {
-            "it lands in one attention group only (layout.dp)"
-        }
         Some(ports) => return Ok(Some(ports.to_vec())),
     };
     match config.transport {

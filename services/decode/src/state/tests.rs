@@ -11,7 +11,7 @@ use kv::PageMap;
 use scheduler::plan::{RowOutput, StepOutput, StepPlan};
 use scheduler::{DecodeConfig, SequenceSpec};
 use transfer::TransferError;
-use types::{DecodeEvent, FinishReason, Incarnation, KvDtype, PageId, WorkerId};
+use types::{DecodeEvent, DpGroup, FinishReason, Incarnation, KvDtype, PageId, WorkerId};
 use worker::{StepLoopConfig, step_loop};
 
 use super::*;
@@ -77,6 +77,8 @@ impl Engine for CountingEngine {
 struct NotedTransport {
     answer: Mutex<Revoked>,
     revoked: Mutex<Vec<TicketId>>,
+    /// Whose pages each ticket lands in.
+    landings: Mutex<Vec<(TicketId, DpGroup)>>,
 }
 
 impl ReceiveTransport for NotedTransport {
@@ -84,7 +86,9 @@ impl ReceiveTransport for NotedTransport {
         Ok(())
     }
 
-    fn land(&self, _: TicketId, _: &kv::PageTables) {}
+    fn land(&self, ticket: TicketId, group: DpGroup, _: &kv::PageTables) {
+        self.landings.lock().unwrap().push((ticket, group));
+    }
 
     fn revoke(&self, ticket: TicketId, _: transfer::AbortReason) -> Revoked {
         self.revoked.lock().unwrap().push(ticket);
@@ -147,7 +151,8 @@ impl World {
                 Ok(CountingEngine { rank, planned: VecDeque::new(), imported: Arc::clone(&imported) })
             })
         };
-        let transport = Arc::new(NotedTransport { answer: Mutex::new(Revoked::NotOpen), revoked: Mutex::default() });
+        let answer = Mutex::new(Revoked::NotOpen);
+        let transport = Arc::new(NotedTransport { answer, revoked: Mutex::default(), landings: Mutex::default() });
         let status = Arc::new(Status::default());
         let metrics = WorkerMetrics::new(&chassis::Metrics::new(), &status);
         let scheduler = DecodeScheduler::new(config, layout(2)).unwrap();
@@ -269,6 +274,8 @@ fn parts_go_to_the_ranks_of_the_group_that_took_the_sequence_in() {
         streams.push(world.join(ticket, 40, 64));
         let imported = std::mem::take(&mut *world.imported.lock().unwrap());
         assert_eq!(imported.len(), slices().len());
+        let landing = world.transport.landings.lock().unwrap().pop();
+        assert_eq!(landing, Some((TicketId(ticket), DpGroup(ranks[0] / 2))));
         for (rank, slice, _) in imported {
             assert_eq!(rank, ranks[slice.head_start as usize], "ticket {ticket}: {slice:?}, one head a rank");
         }

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use engine::cuda::{self, CudaOptions, Precision, Probe, Weights};
 use engine::driver::Driver;
 use model::Checkpoint;
-use types::{KvDtype, ParallelLayout};
+use types::{KvDtype, ParallelLayout, SlotGroups};
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -85,5 +85,6 @@ fn build(
     };
     let pages = [options.full_pages, options.window_pages];
     let weights = Weights::Checkpoint(Arc::new(checkpoint));
-    Ok(Driver::over(cuda::build_group(weights, options, None, Arc::new(|_| {}))?, pages))
+    let slots = SlotGroups::new(max_slots, mode.layout.dp)?;
+    Ok(Driver::over_groups(cuda::build_group(weights, options, None, Arc::new(|_| {}))?, pages, slots))
 }

@@ -30,6 +30,9 @@ pub(crate) struct Activations {
     pub(crate) expert_weights: DeviceBuffer<f32>,
     /// One for each width in [`EXPERT_TILES`].
     pub(crate) routings: Vec<Routing>,
+    /// With several attention groups, the normed stream of all of them, `[t, hidden]`: what the experts take, where with one
+    /// they take `normed`.
+    pub(crate) normed_of_all: Option<DeviceBuffer<bf16>>,
     /// Inputs of experts in the order of slots, `[p, hidden]`.
     pub(crate) gathered: DeviceBuffer<bf16>,
     /// `[p, units]`
@@ -71,6 +74,7 @@ impl Activations {
             experts: stream.zeros(pairs)?,
             expert_weights: stream.zeros(pairs)?,
             routings: EXPERT_TILES.iter().map(routing).collect::<Result<_, _>>()?,
+            normed_of_all: (plan.layout.dp > 1).then(|| stream.zeros(max_tokens * hidden)).transpose()?,
             gathered: stream.zeros(pairs * hidden)?,
             activated: stream.zeros(pairs * plan.units.len())?,
             expert_out: stream.zeros(pairs * hidden)?,

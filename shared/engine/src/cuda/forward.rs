@@ -9,6 +9,10 @@
 //! ```
 //! Sums over ranks, the weighted sum of experts before one, and residual add and norm behind it are one operation of the
 //! `collective`, so a block begins and ends with a normed stream.
+//!
+//! With data parallelism the tokens are those of one attention group, and attention's sums are between its ranks. Only the experts
+//! are everybody's: the normed streams of all groups come together before them, each rank routes all tokens alike, and the sum over all
+//! ranks goes to the group whose token it is. A group without a row in a step takes part.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,7 +28,7 @@ use types::PageGroup;
 
 use super::activations::Activations;
 use super::batch::Batch;
-use super::collective::{Collective, Part, Reduction};
+use super::collective::{AddNorm, AttentionSum, Collective, ExpertOutputs, ExpertSum};
 use super::kv_cache::{PrefillPages, RankCache};
 use super::probe::Probe;
 use super::products::{dense, expert_tile, experts};
@@ -170,7 +174,7 @@ impl Forward<'_> {
         let (group, group_layer) = page_group(&model.config, idx);
         let window = (group == PageGroup::Window).then_some(model.config.window);
         let [hidden, q_width] = layer.out.weight.shape();
-        let Activations { q, attention, delta, residual, normed, .. } = &mut *self.acts;
+        let Activations { q, attention, delta, residual, normed, normed_of_all, .. } = &mut *self.acts;
         let (gpu, tokens) = (&mut *self.gpu, batch.tokens.len());
         if batch.decode_rows > 0 {
             let (cache, table) = self.cache.read(group);
@@ -212,51 +216,60 @@ impl Forward<'_> {
         let bias = adds_bias.then(|| layer.out.bias.view());
         let out = Output::Bf16(delta.slice_mut(..tokens * hidden));
         dense(gpu, &layer.out.weight, bias, attention.slice(..tokens * q_width), out)?;
-        let reduction = Reduction {
-            part: Part::Delta,
+        let sum = AttentionSum {
             delta: delta.slice_mut(..tokens * hidden),
-            residual: residual.slice_mut(..tokens * hidden),
-            norm_weight: layer.mlp_norm.view(),
-            eps: model.config.rms_norm_eps,
-            out: normed.slice_mut(..tokens * hidden),
+            norm: AddNorm {
+                residual: residual.slice_mut(..tokens * hidden),
+                weight: layer.mlp_norm.view(),
+                eps: model.config.rms_norm_eps,
+                out: normed.slice_mut(..tokens * hidden),
+            },
+            normed_of_all: normed_of_all.as_mut().map(|all| all.slice_mut(..batch.groups.all() * hidden)),
+            tokens: &batch.groups,
         };
-        self.collective.reduce(gpu, reduction)
+        self.collective.add_attention(gpu, sum)
     }
 
     /// The experts, up to the normed input of the next block, whose norm has weights `next_norm`.
     fn expert_block(&mut self, idx: usize, layer: &Layer, next_norm: &DeviceBuffer<bf16>) -> Result<(), EngineError> {
-        let (tokens, model) = (self.batch.tokens.len(), self.model);
+        let (groups, model) = (&self.batch.groups, self.model);
         let (hidden, top) = (model.config.hidden_size, model.config.experts_per_token);
+        let (tokens, own_values) = (groups.all(), self.batch.tokens.len() * hidden);
         let pairs = tokens * top;
         let tile = expert_tile(layer.gate_up.weight.format(), pairs, model.config.num_experts);
         self.route(idx, layer, tokens, tile)?;
         experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
 
         let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
-        let reduction = Reduction {
-            part: Part::Experts {
+        let sum = ExpertSum {
+            outputs: ExpertOutputs {
                 y: expert_out.slice(..pairs * hidden),
                 weights: expert_weights.slice(..pairs),
                 slot: routings[tile].slot.slice(..pairs),
                 top,
             },
-            delta: delta.slice_mut(..tokens * hidden),
-            residual: residual.slice_mut(..tokens * hidden),
-            norm_weight: next_norm.view(),
-            eps: model.config.rms_norm_eps,
-            out: normed.slice_mut(..tokens * hidden),
+            delta: delta.slice_mut(..own_values),
+            norm: AddNorm {
+                residual: residual.slice_mut(..own_values),
+                weight: next_norm.view(),
+                eps: model.config.rms_norm_eps,
+                out: normed.slice_mut(..own_values),
+            },
+            tokens: groups,
         };
-        self.collective.reduce(self.gpu, reduction)
+        self.collective.add_experts(self.gpu, sum)
     }
 
-    /// Experts of each token, and their weights; and the tokens of each expert, as routing `tile`.
+    /// Experts of each of the `tokens` tokens of all groups, and their weights; and the tokens of each expert, as routing `tile`.
     fn route(&mut self, idx: usize, layer: &Layer, tokens: usize, tile: usize) -> Result<(), EngineError> {
         let (config, mode) = (&self.model.config, self.model.routing);
         let (hidden, top, num_experts) = (config.hidden_size, config.experts_per_token, config.num_experts);
-        let Activations { normed, router_logits, experts, expert_weights, routings, .. } = &mut *self.acts;
+        let Activations { normed, normed_of_all, router_logits, experts, expert_weights, routings, .. } =
+            &mut *self.acts;
         let (first_expert, routing) = (self.model.plan.experts.start, &mut routings[tile]);
         let picks = tokens * top;
-        let x = normed.slice(..tokens * hidden);
+        let x = normed_of_all.as_ref().unwrap_or(normed).slice(..tokens * hidden);
+        let present = self.inputs.present(self.batch);
         let (chosen, weights) = (experts.slice_mut(..picks), expert_weights.slice_mut(..picks));
         let bias = layer.router.bias.view();
         match &layer.router.packed {
@@ -264,7 +277,7 @@ impl Forward<'_> {
                 let out = Output::F32(router_logits.slice_mut(..tokens * num_experts));
                 dense(self.gpu, packed, Some(bias), x, out)?;
                 let logits = router_logits.slice_mut(..tokens * num_experts);
-                ChooseExperts { logits, num_experts, experts: chosen, weights, top, mode }
+                ChooseExperts { logits, num_experts, present, experts: chosen, weights, top, mode }
                     .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
             }
             _ => {
@@ -274,7 +287,7 @@ impl Forward<'_> {
                 let logits = is_probed.then(|| router_logits.slice_mut(..tokens * num_experts));
                 let dispatches = tokens <= DISPATCH_TOKENS && !is_probed;
                 let dispatch = dispatches.then_some(RouterDispatch { first_expert, routing: &mut *routing });
-                Router { x, weight, bias, experts: chosen, weights, logits, top, mode, dispatch }
+                Router { x, weight, bias, present, experts: chosen, weights, logits, top, mode, dispatch }
                     .enqueue(&self.gpu.kernels, &self.gpu.stream)?;
                 if dispatches {
                     return Ok(());

@@ -1,4 +1,5 @@
-//! One rank's KV cache: pages of both groups, and the page tables of all slots, on the device.
+//! One rank's KV cache: pages of both groups, and the page tables of its attention group's slots, on the device. Slots are numbered
+//! within the attention group.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -9,7 +10,7 @@ use kernels::{KvCache, KvFormat, KvPool, KvPort, PageTable, UnpackKv};
 use kv::KvSlice;
 use model::{ModelConfig, ShardPlan};
 use scheduler::plan::PageDelta;
-use types::{KvDtype, KvLayout, PageGroup, PageId, SlotId};
+use types::{KvDtype, KvLayout, PageGroup, PageId};
 
 use super::pinned_ring::PinnedRing;
 use super::random_weights::RandomTensors;
@@ -40,20 +41,22 @@ impl Group {
         width: usize,
         options: &CudaOptions,
     ) -> Result<Self, EngineError> {
-        let slots = options.max_slots as usize;
-        Ok(Self {
-            cache: KvCache::new(
-                stream,
-                format(options.kv_dtype),
-                pages as usize,
-                layers,
-                kv_heads,
-                options.page_tokens as usize,
-            )?,
-            table: stream.zeros(slots * width)?,
-            held: vec![0..0; slots],
-            pages: pages as usize,
-        })
+        let (slots, pages) = ((options.max_slots / options.layout.dp) as usize, pages as usize);
+        // A slot and a page for the rows of a step in which the group has none.
+        let idle = usize::from(options.layout.dp > 1);
+        let cache = KvCache::new(
+            stream,
+            format(options.kv_dtype),
+            pages + idle,
+            layers,
+            kv_heads,
+            options.page_tokens as usize,
+        )?;
+        let mut table = stream.zeros((slots + idle) * width)?;
+        if idle > 0 {
+            stream.copy_from_host(table.slice_mut(slots * width..slots * width + 1), &[pages as i32])?;
+        }
+        Ok(Self { cache, table, held: vec![0..0; slots], pages })
     }
 }
 
@@ -177,25 +180,31 @@ impl RankCache {
         self.window.held[slot] = 0..0;
     }
 
-    /// Changes the table of a slot that exists. The new entries are written by a small copy on `stream`, which the
+    /// Changes the table of `slot`, the delta's within the attention group. The new entries are written by a small copy on `stream`, which the
     /// driver takes from the caller's memory at once.
     ///
     /// # Errors
     /// [`EngineError::Plan`] for pages or positions that do not exist, [`EngineError::Gpu`].
-    pub(crate) fn apply(&mut self, stream: &Stream, step: u64, delta: &PageDelta) -> Result<(), EngineError> {
+    pub(crate) fn apply(
+        &mut self,
+        stream: &Stream,
+        step: u64,
+        slot: usize,
+        delta: &PageDelta,
+    ) -> Result<(), EngineError> {
         let width = self.width;
         let group = self.group_mut(delta.group);
         let fail = |reason: String| Err(EngineError::Plan { step, reason });
         if let Some(page) = delta.append.iter().find(|page| page.0 as usize >= group.pages) {
             return fail(format!("{page:?} is beyond the {} pages of group {}", group.pages, delta.group));
         }
-        let slot = delta.slot.0 as usize;
         let held = &mut group.held[slot];
         held.start = held.start.max(delta.first_page as usize);
         let end = held.end.max(held.start);
         held.end = end + delta.append.len();
         if held.end > width {
-            return fail(format!("slot {slot} would have {} pages, max_context_tokens allows {width}", held.end));
+            let (slot, pages) = (delta.slot.0, held.end);
+            return fail(format!("slot {slot} would have {pages} pages, max_context_tokens allows {width}"));
         }
         if delta.append.is_empty() {
             return Ok(());
@@ -221,10 +230,10 @@ impl RankCache {
         gpu: &Gpu,
         group: PageGroup,
         layer: usize,
-        slot: SlotId,
+        slot: usize,
         visible: Range<usize>,
     ) -> Result<PrefillPages<'_>, EngineError> {
-        let (first, page_tokens) = (slot.0 as usize * self.width, self.layout.page_tokens as usize);
+        let (first, page_tokens) = (slot * self.width, self.layout.page_tokens as usize);
         let Group { cache, table, .. } = match group {
             PageGroup::Full => &self.full,
             PageGroup::Window => &self.window,

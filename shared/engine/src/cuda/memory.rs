@@ -4,6 +4,7 @@ use device::Device;
 use model::{DenseFormat, ExpertFormat, ModelConfig, ShardPlan, rank_bytes};
 use types::{KvDtype, PageGroup};
 
+use super::collective::Sizes;
 use super::{CudaOptions, kv_layout};
 use crate::EngineError;
 
@@ -38,7 +39,8 @@ impl MemoryNeeds {
     }
 
     fn of_rank(config: &ModelConfig, options: &CudaOptions, plan: &ShardPlan) -> Self {
-        let (slots, tokens) = (u64::from(options.max_slots), u64::from(options.max_step_tokens.max(options.max_slots)));
+        let (dp, step_tokens) = (options.layout.dp, options.max_step_tokens.max(options.max_slots));
+        let (slots, tokens) = (u64::from(options.max_slots.div_ceil(dp)), u64::from(step_tokens));
         let (hidden, top) = (config.hidden_size as u64, config.experts_per_token as u64);
         let q = (plan.heads.len() * config.head_dim) as u64;
         let kv = (plan.kv_heads.len() * config.head_dim) as u64;
@@ -54,7 +56,14 @@ impl MemoryNeeds {
             if options.scheme.experts == ExpertFormat::Fp8 { top * (hidden + plan.units.len() as u64) } else { 0 };
         let fp8_dense = if options.scheme.dense == DenseFormat::Fp8 { hidden + q } else { 0 };
         let bytes = widths * ACTIVATION_BYTES + fp8_experts + fp8_dense + 4 * config.num_experts as u64;
-        let activations = tokens * bytes;
+        // The tokens of all attention groups, and where they are exchanged.
+        let sizes = Sizes { hidden: config.hidden_size, max_tokens: step_tokens as usize, vocab: config.vocab_size };
+        let between = if dp > 1 {
+            tokens * hidden * ACTIVATION_BYTES + sizes.between_groups(options.layout).bytes() as u64
+        } else {
+            0
+        };
+        let activations = tokens * bytes + between;
         let held = ModelConfig { stored: options.scheme, ..config.clone() };
         let sampling = slots * config.vocab_size as u64 * SAMPLER_BYTES;
         let layout = kv_layout(config, options);
@@ -149,5 +158,19 @@ mod tests {
         let four = MemoryNeeds::of(&config, &options(ParallelLayout { tp: 4, ep: 4, dp: 1 }, 4, 8192)).unwrap();
         assert_eq!(four.full_page_bytes * 4, one.full_page_bytes);
         assert!(four.fixed_bytes < one.fixed_bytes / 3);
+    }
+
+    #[test]
+    fn attention_groups_have_all_heads_and_a_share_of_slots_and_experts() {
+        let config = ModelConfig::gpt_oss_20b();
+        let of = |layout| MemoryNeeds::of(&config, &options(layout, 128, 128)).unwrap();
+        let one = of(ParallelLayout::tp(1));
+        let groups = of(ParallelLayout { tp: 1, ep: 2, dp: 2 });
+        assert_eq!(groups.full_page_bytes, one.full_page_bytes);
+        // Half of 24 layers of 32 experts in MXFP4, half of the slots, and room for exchanges.
+        let saved = 12 * 32 * 3 * 2880 * 2880 / 32 * 17 + 64 * 201_088 * 16;
+        let exchanged = 128 * 2880 * 2 + 6 * 128 * 2880 / 2 * 8;
+        let difference = one.fixed_bytes as i64 - groups.fixed_bytes as i64;
+        assert!((difference - (saved - exchanged)).abs() < 20 << 20, "{difference}, want {}", saved - exchanged);
     }
 }

@@ -92,6 +92,9 @@ pub(crate) fn dense(
     out: Output<'_>,
 ) -> Result<(), EngineError> {
     let columns = x.len() / weights.shape()[1];
+    if columns == 0 {
+        return Ok(()); // an attention group without a row in this step
+    }
     let (kernels, stream, workspace) = (&gpu.kernels, &gpu.stream, &mut gpu.workspace);
     if weights.format() == Format::Fp8 && columns >= FP8_COLUMNS {
         let quantized = gpu.fp8.input(weights.shape()[1]).expect("made for every k of FP8 weights");
@@ -110,7 +113,7 @@ pub(crate) fn dense(
     Ok(())
 }
 
-/// The rank's experts on `tokens` tokens of `acts.normed`, dispatched into routing `tile`: fills `acts.expert_out`.
+/// The rank's experts on `tokens` tokens, those of all attention groups, dispatched into routing `tile`: fills `acts.expert_out`.
 /// `adds_bias`: whether the bias of the second product is this rank's to add.
 ///
 /// # Errors
@@ -124,11 +127,11 @@ pub(crate) fn experts(
     adds_bias: bool,
 ) -> Result<(), EngineError> {
     let (kernels, stream, workspace) = (&gpu.kernels, &gpu.stream, &mut gpu.workspace);
-    let Activations { normed, routings, gathered, activated, expert_out, .. } = acts;
+    let Activations { normed, normed_of_all, routings, gathered, activated, expert_out, .. } = acts;
     let routing = &routings[tile];
     let (hidden, units) = (layer.gate_up.weight.shape()[1], layer.down.weight.shape()[1]);
     let pairs = tokens * routing.top;
-    let x = normed.slice(..tokens * hidden);
+    let x = normed_of_all.as_ref().unwrap_or(normed).slice(..tokens * hidden);
     let bias = Some(layer.gate_up.bias.view());
     let down_bias = adds_bias.then(|| layer.down.bias.view());
     let (gate_up, down) = (&layer.gate_up.weight, &layer.down.weight);

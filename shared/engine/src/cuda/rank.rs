@@ -9,7 +9,7 @@ use kv::KvSlice;
 use model::rope::RopeAngles;
 use model::{ModelConfig, ShardPlan};
 use scheduler::plan::{RowOutput, StepOutput, StepPlan};
-use types::{PageId, SlotId, TokenId};
+use types::{DpGroup, PageId, SlotId, TokenId};
 
 use super::activations::Activations;
 use super::batch::{Batch, Limits, Slots};
@@ -86,6 +86,7 @@ pub(crate) struct CudaRank {
     acts: Activations,
     inputs: StepInputs,
     sampler: DeviceSampler,
+    /// Of the slots of the rank's attention group, as is everything here that slots have.
     last_tokens: Vec<LastToken>,
     /// Rows of `acts.logits`.
     logit_rows: usize,
@@ -114,7 +115,9 @@ impl CudaRank {
         meeting: &Meeting,
         listener: Option<Arc<dyn KvListener>>,
     ) -> Result<Self, EngineError> {
-        let (slots, tokens) = (options.max_slots as usize, options.max_step_tokens.max(options.max_slots) as usize);
+        let groups = super::slot_groups(options)?;
+        // Those of the rank's attention group; tokens are everybody's, for one group may have all of them.
+        let (slots, tokens) = (groups.per_group() as usize, options.max_step_tokens.max(options.max_slots) as usize);
         let stream = gpu.stream.clone();
         let logit_rows = slots.max(LOGIT_ROWS);
         let multiprocessors = stream.device().multiprocessors()? as usize;
@@ -125,7 +128,8 @@ impl CudaRank {
         let mut rank = Self {
             collective: meeting.join(&gpu, &plan, sizes, &acts.logits)?,
             limits: Limits {
-                max_slots: slots,
+                slots: groups,
+                group: DpGroup(plan.dp_rank as u32),
                 max_step_tokens: tokens,
                 vocab_size: config.vocab_size,
                 window: config.window,
@@ -170,12 +174,7 @@ impl CudaRank {
 
     /// Records the decode step of `key.rows` rows. What the rows are is read from memory when it runs.
     fn capture(&mut self, key: GraphKey) -> Result<(), EngineError> {
-        let batch = Batch {
-            tokens: vec![0; key.rows],
-            decode_rows: key.rows,
-            sample_tokens: (0..key.rows).collect(),
-            ..Batch::default()
-        };
+        let batch = Batch::of_graph(key.rows, self.limits.slots.dp() as usize, self.limits.group);
         let stream = self.gpu.stream.clone();
         let graph = stream.capture(|_| {
             let mut forward = self.forward(&batch, key.max_context);
@@ -200,29 +199,30 @@ impl CudaRank {
         }
     }
 
-    /// Slots and pages, before the rows.
+    /// Slots and pages, before the rows. Those of other attention groups are no concern of this rank: the same page number
+    /// means another page there.
     fn apply(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
-        let slots = self.limits.max_slots;
-        let check = |slot: SlotId| {
-            let (idx, step) = (slot.0 as usize, plan.step);
+        let (limits, step) = (self.limits, plan.step);
+        let own = |slot: SlotId| {
+            let (idx, slots) = (slot.0 as usize, limits.max_slots());
             let reason = || format!("slot {idx} is beyond the engine's {slots}");
-            if idx < slots { Ok(idx) } else { Err(EngineError::Plan { step, reason: reason() }) }
+            if idx < slots { Ok(limits.own(slot)) } else { Err(EngineError::Plan { step, reason: reason() }) }
         };
         for slot in &plan.unbind {
-            let slot = check(*slot)?;
+            let Some(slot) = own(*slot)? else { continue };
             self.cache.forget(slot);
             self.sampler.unbind(slot);
             self.last_tokens[slot] = LastToken::Nowhere;
         }
         for binding in &plan.bind {
-            let slot = check(binding.slot)?;
+            let Some(slot) = own(binding.slot)? else { continue };
             self.cache.forget(slot);
             self.sampler.bind(&self.gpu.stream, slot, binding)?;
             self.last_tokens[slot] = LastToken::Nowhere;
         }
         for delta in &plan.pages {
-            check(delta.slot)?;
-            self.cache.apply(&self.gpu.stream, plan.step, delta)?;
+            let Some(slot) = own(delta.slot)? else { continue };
+            self.cache.apply(&self.gpu.stream, step, slot, delta)?;
         }
         Ok(())
     }
@@ -238,8 +238,8 @@ impl CudaRank {
         let stream = self.gpu.stream.clone();
         let mut published = Vec::new();
         if self.is_recorded(batch) {
-            let key = self.graphs.key(batch.tokens.len(), batch.max_context);
-            batch.pad(key.rows);
+            let key = self.graphs.key(batch.groups.most(), batch.max_context);
+            batch.pad(key.rows, self.limits.slots.per_group() as usize);
             self.inputs.upload(&stream, batch)?;
             let graph = self.graphs.get(key).expect("`new` captured every key that `key` yields");
             graph.launch(&stream)?;
@@ -273,7 +273,8 @@ impl CudaRank {
                 Err(_) => {
                     for row in pending.rows.iter_mut().filter(|row| row.draw == Some(*draw)) {
                         row.draw = None;
-                        self.last_tokens[row.slot.0 as usize] = LastToken::Known(0);
+                        let slot = self.limits.own(row.slot).expect("a row that draws is the group's own");
+                        self.last_tokens[slot] = LastToken::Known(0);
                     }
                 }
             }
@@ -306,7 +307,7 @@ impl CudaRank {
         Ok(())
     }
 
-    /// Computes the logits that a row asks for and, on rank 0, fetches them, waiting for them: they are for verification
+    /// Computes the logits that a row asks for and, on the first rank of its attention group, fetches them, waiting for them: they are for verification
     /// and tests, not for serving.
     fn fetch_logits(&mut self, batch: &Batch, row: usize) -> Result<Vec<f32>, EngineError> {
         let (rows, vocab) = (self.logit_rows, self.limits.vocab_size);
@@ -314,7 +315,7 @@ impl CudaRank {
         let mut all = Vec::with_capacity(tokens.len() * vocab);
         for piece in tokens.chunks(rows) {
             self.forward(batch, batch.max_context).logits(piece)?;
-            if self.model.plan.rank > 0 {
+            if self.model.plan.tp_rank > 0 {
                 continue;
             }
             all.extend(self.gpu.stream.download(self.acts.logits.slice(..piece.len() * vocab))?);
@@ -334,12 +335,12 @@ impl Engine for CudaRank {
         let mut slots = HostSlots { last_tokens: &self.last_tokens, sampler: &mut self.sampler, launch };
         let mut batch = Batch::new(plan, &mut slots, &self.cache, &self.limits)?;
         let is_recorded = self.is_recorded(&batch);
-        let published = if batch.tokens.is_empty() { Vec::new() } else { self.run(&mut batch)? };
+        let published = if batch.groups.all() == 0 { Vec::new() } else { self.run(&mut batch)? };
         let mut rows = Vec::with_capacity(plan.rows.len());
         for (idx, row) in plan.rows.iter().enumerate() {
             let draw = batch.draws[idx];
-            if let Some(row_of_draw) = draw {
-                self.last_tokens[row.slot.0 as usize] = LastToken::Drawn { launch, row: row_of_draw };
+            if let Some((row_of_draw, slot)) = draw.zip(self.limits.own(row.slot)) {
+                self.last_tokens[slot] = LastToken::Drawn { launch, row: row_of_draw };
             }
             let logprobs = draw.and_then(|draw| u32::try_from(batch.sample_rows[draw].logprobs).ok());
             let logits = if batch.logits[idx].is_empty() { Vec::new() } else { self.fetch_logits(&batch, idx)? };
@@ -374,7 +375,8 @@ impl Engine for CudaRank {
                 Drawn::NotANumber => return Err(EngineError::NotANumber { step, slot: slot.0 }),
                 Drawn::NothingAllowed => None,
             };
-            let last = &mut self.last_tokens[slot.0 as usize];
+            let own = self.limits.own(slot).expect("a row that draws is the group's own");
+            let last = &mut self.last_tokens[own];
             // Otherwise the slot has been bound or has sampled again.
             if *last == (LastToken::Drawn { launch, row }) {
                 *last = LastToken::Known(sampled.as_ref().map_or(0, |sampled| sampled.token));

@@ -1,4 +1,4 @@
-//! What a step takes from the host: token numbers, positions, slots, contexts and how rows are drawn.
+//! What a step takes from the host: token numbers, positions, slots, contexts, which tokens are there, and how rows are drawn.
 
 use device::{DeviceBuffer, Stream, View};
 use kernels::SampleRow;
@@ -11,7 +11,8 @@ const COPY_WORDS: usize = 8 << 10;
 
 /// Device memory that each step overwrites, behind the step before.
 pub(crate) struct StepInputs {
-    /// Four arrays of a step's tokens, one after the other: tokens, positions, slots, contexts.
+    /// Four arrays of the tokens of the rank's attention group, one after the other: tokens, positions, slots, contexts; then,
+    /// where a batch of several groups is padded, which tokens of all of them are there.
     words: DeviceBuffer<i32>,
     rows: DeviceBuffer<SampleRow>,
     host: Vec<i32>,
@@ -21,8 +22,8 @@ impl StepInputs {
     /// # Errors
     /// [`EngineError::Gpu`].
     pub(crate) fn new(stream: &Stream, max_tokens: usize, max_rows: usize) -> Result<Self, EngineError> {
-        let (words, rows) = (stream.zeros(4 * max_tokens)?, stream.zeros(max_rows)?);
-        Ok(Self { words, rows, host: Vec::with_capacity(4 * max_tokens) })
+        let (words, rows) = (stream.zeros(5 * max_tokens)?, stream.zeros(max_rows)?);
+        Ok(Self { words, rows, host: Vec::with_capacity(5 * max_tokens) })
     }
 
     /// Enqueues the copies of what a batch's forward pass reads.
@@ -31,7 +32,7 @@ impl StepInputs {
     /// [`EngineError::Gpu`].
     pub(crate) fn upload(&mut self, stream: &Stream, batch: &Batch) -> Result<(), EngineError> {
         self.host.clear();
-        for part in [&batch.tokens, &batch.positions, &batch.slots, &batch.contexts] {
+        for part in [&batch.tokens, &batch.positions, &batch.slots, &batch.contexts, &batch.present] {
             self.host.extend_from_slice(part);
         }
         for (i, piece) in self.host.chunks(COPY_WORDS).enumerate() {
@@ -66,6 +67,12 @@ impl StepInputs {
     /// Keys of each decode row, its own included.
     pub(crate) fn contexts(&self, tokens: usize, decode_rows: usize) -> View<'_, i32> {
         self.words.slice(3 * tokens..3 * tokens + decode_rows)
+    }
+
+    /// Which of the tokens of all groups are there; `None` if the batch is not padded.
+    pub(crate) fn present(&self, batch: &Batch) -> Option<View<'_, i32>> {
+        let first = 4 * batch.tokens.len();
+        (!batch.present.is_empty()).then(|| self.words.slice(first..first + batch.present.len()))
     }
 
     pub(crate) fn sample_rows(&self, rows: usize) -> View<'_, SampleRow> {

@@ -12,27 +12,41 @@ use scheduler::plan::{RowOutputKind, StepPlan};
 use types::{KvDtype, KvLayout, PageId, ParallelLayout, Sampling, TokenId};
 
 use crate::driver::{self, Driver, Row, copy_kv, greedy};
+use crate::nano::CLOSE_MARGIN;
 use crate::{distance, gpu_is_here, nano, options, prompt, spreads};
+
+/// A slot of the last attention group, however many there are.
+const SLOT: u32 = 40;
 
 /// Computes a prompt in `from`, moves it to `to`, and decodes there.
 fn hand_over(from: &mut Driver, to: &mut Driver, steps: usize) -> Vec<TokenId> {
     let tokens = prompt(300);
-    from.bind(2, &tokens, greedy());
-    let output = from.step(vec![Row::new(2, &tokens, RowOutputKind::Sample)]);
+    from.bind(SLOT, &tokens, greedy());
+    let output = from.step(vec![Row::new(SLOT, &tokens, RowOutputKind::Sample)]);
     let mut sampled = vec![output.rows[0].sampled.as_ref().unwrap().token];
-    to.bind(2, &tokens, greedy());
-    to.grow(2, 0, 300);
+    to.bind(SLOT, &tokens, greedy());
+    to.grow(SLOT, 0, 300);
     to.launch(Vec::new());
     to.group.collect().unwrap();
-    copy_kv(from, to, 2);
-    to.sequences.get_mut(&2).unwrap().len = 300;
+    copy_kv(from, to, SLOT);
+    to.sequences.get_mut(&SLOT).unwrap().len = 300;
     for _ in 0..steps {
-        let output = to.step(vec![Row::new(2, &sampled[sampled.len() - 1..], RowOutputKind::Sample)]);
+        let output = to.step(vec![Row::new(SLOT, &sampled[sampled.len() - 1..], RowOutputKind::Sample)]);
         sampled.push(output.rows[0].sampled.as_ref().unwrap().token);
     }
-    from.end(2);
-    to.end(2);
+    from.end(SLOT);
+    to.end(SLOT);
     sampled
+}
+
+/// First less second best logit behind a prompt and what was generated.
+fn margin(driver: &mut Driver, prompt: &[TokenId], generated: &[TokenId]) -> f64 {
+    let tokens = [prompt, generated].concat();
+    driver.bind(SLOT, &tokens, greedy());
+    let mut logits = driver.step(vec![Row::new(SLOT, &tokens, RowOutputKind::LastLogits)]).rows.remove(0).logits;
+    driver.end(SLOT);
+    logits.sort_by(|a, b| b.total_cmp(a));
+    f64::from(logits[0] - logits[1])
 }
 
 #[test]
@@ -42,14 +56,14 @@ fn a_sequence_goes_on_in_another_engine() {
     }
     let mut a = nano(options(), None);
     let tokens = prompt(300);
-    a.bind(2, &tokens, greedy());
+    a.bind(SLOT, &tokens, greedy());
     let mut want = Vec::new();
-    let mut next = Row::new(2, &tokens, RowOutputKind::Sample);
+    let mut next = Row::new(SLOT, &tokens, RowOutputKind::Sample);
     for _ in 0..41 {
         want.push(a.step(vec![next]).rows[0].sampled.as_ref().unwrap().token);
-        next = Row::decode(2);
+        next = Row::decode(SLOT);
     }
-    a.end(2);
+    a.end(SLOT);
     let mut engines: Vec<_> = spreads().into_iter().map(|options| (options.layout, nano(options, None))).collect();
     for (layout, b) in &mut engines {
         let there = hand_over(&mut a, b, 40);
@@ -60,23 +74,14 @@ fn a_sequence_goes_on_in_another_engine() {
         // Another layout rounds otherwise: a close step may fall otherwise, and what follows with it.
         for (way, got) in [("there", there), ("back", back)] {
             let equal = got.iter().zip(&want).take_while(|(got, want)| got == want).count();
-            println!("{layout}: the first {equal} tokens {way} of 41 are equal");
-            if equal < got.len() {
-                let logits = logits_behind(&mut a, &[&tokens, &want[..equal]].concat());
-                let lead = logits[want[equal] as usize] - logits[got[equal] as usize];
-                let largest = logits.iter().fold(0.0f32, |most, logit| most.max(logit.abs()));
-                assert!(lead < 0.02 * largest, "{layout}, {way}: token {equal} leads by {lead} of {largest}");
+            println!("{layout}, {way}: the first {equal} of 41 tokens are equal");
+            if equal < want.len() {
+                let margin = margin(&mut a, &tokens, &want[..equal]);
+                println!("{layout}, {way}: the step that falls otherwise has a margin of {margin}");
+                assert!(margin < CLOSE_MARGIN, "{layout}, {way}: token {equal} is not close");
             }
         }
     }
-}
-
-/// The logits of the position behind `tokens`.
-fn logits_behind(engine: &mut Driver, tokens: &[TokenId]) -> Vec<f32> {
-    engine.bind(2, tokens, greedy());
-    let mut output = engine.step(vec![Row::new(2, tokens, RowOutputKind::LastLogits)]);
-    engine.end(2);
-    output.rows.remove(0).logits
 }
 
 #[test]
@@ -121,18 +126,18 @@ fn over_pages_of_another(cpu: &mut Driver, gpu: &mut Driver) -> f64 {
     let mut last = Vec::new();
     for moved in [true, false] {
         let source = if moved { &mut *cpu } else { &mut *gpu };
-        source.bind(2, &tokens, greedy());
-        source.step(vec![Row::new(2, &tokens[..299], RowOutputKind::None)]);
+        source.bind(SLOT, &tokens, greedy());
+        source.step(vec![Row::new(SLOT, &tokens[..299], RowOutputKind::None)]);
         if moved {
-            gpu.bind(2, &tokens, greedy());
-            gpu.grow(2, 0, 299);
+            gpu.bind(SLOT, &tokens, greedy());
+            gpu.grow(SLOT, 0, 299);
             gpu.launch(Vec::new());
             gpu.group.collect().unwrap();
-            copy_kv(cpu, gpu, 2);
-            gpu.sequences.get_mut(&2).unwrap().len = 299;
+            copy_kv(cpu, gpu, SLOT);
+            gpu.sequences.get_mut(&SLOT).unwrap().len = 299;
         }
-        last.push(gpu.step(vec![Row::new(2, &tokens[299..], RowOutputKind::LastLogits)]).rows.remove(0).logits);
-        gpu.end(2);
+        last.push(gpu.step(vec![Row::new(SLOT, &tokens[299..], RowOutputKind::LastLogits)]).rows.remove(0).logits);
+        gpu.end(SLOT);
     }
     distance(&last[0], &last[1])
 }
@@ -175,7 +180,7 @@ fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
     if !gpu_is_here() {
         return;
     }
-    for options in spreads() {
+    for options in spreads().into_iter().filter(|options| options.layout.dp == 1) {
         for (publish_layers, ranges) in [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4])] {
             publishes(CudaOptions { publish_layers, ..options.clone() }, &ranges);
         }

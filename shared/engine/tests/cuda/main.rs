@@ -11,6 +11,7 @@
 #[path = "../driver/mod.rs"]
 mod driver;
 
+mod groups;
 mod kv_transfer;
 mod nano;
 mod sampling;
@@ -24,7 +25,7 @@ use engine::KvListener;
 use engine::cuda::{self, CudaOptions, Precision, Weights};
 use model::{Checkpoint, WeightScheme};
 use scheduler::plan::RowOutputKind;
-use types::{KvDtype, ParallelLayout, TokenId};
+use types::{KvDtype, ParallelLayout, SlotGroups, TokenId};
 
 /// The bound that issue trackers and papers use for "as good as the other bf16 engine", with room for one flipped
 /// expert on a short prompt.
@@ -62,9 +63,10 @@ fn options() -> CudaOptions {
 }
 
 /// The same for every layout that the GPUs here allow: one rank, ranks that exchange between two GPUs, and ranks that share
-/// GPUs, whose exchanges the host orders.
+/// GPUs, whose exchanges the host orders; of one attention group and of several.
 fn spreads() -> Vec<CudaOptions> {
     let ep = |ep, tp| ParallelLayout { tp, ep, dp: 1 };
+    let dp = |ep, dp, tp| ParallelLayout { tp, ep, dp };
     let two = if cuda::available().expect("asked before") > 1 { [0, 1] } else { [0, 0] };
     let four = two.repeat(2);
     [
@@ -72,7 +74,10 @@ fn spreads() -> Vec<CudaOptions> {
         (ParallelLayout::tp(2), two.to_vec()),
         (ep(2, 2), two.to_vec()),
         (ep(4, 4), four.clone()),
-        (ep(2, 4), four),
+        (ep(2, 4), four.clone()),
+        (dp(2, 2, 1), two.to_vec()),
+        (dp(4, 2, 2), four.clone()),
+        (dp(4, 4, 1), four),
     ]
     .map(|(layout, devices)| CudaOptions { layout, devices, ..options() })
     .into()
@@ -84,8 +89,9 @@ fn nano(options: CudaOptions, listener: Option<Arc<dyn KvListener>>) -> Driver {
 
 fn over(weights: Weights, options: CudaOptions, listener: Option<Arc<dyn KvListener>>) -> Driver {
     let pages = [options.full_pages, options.window_pages];
+    let slots = SlotGroups::new(options.max_slots, options.layout.dp).expect("the slots divide");
     let group = cuda::build_group(weights, options, listener, Arc::new(|_| {})).expect("the model runs on this gpu");
-    Driver::over(group, pages)
+    Driver::over_groups(group, pages, slots)
 }
 
 /// Some prompt of tokens that nano knows.

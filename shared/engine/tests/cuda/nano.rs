@@ -14,7 +14,7 @@ use crate::{ERROR_RATIO, distance, gpu_is_here, logits, nano, options, prompt, s
 pub(crate) const SEQUENCES: [&str; 5] = ["short5", "len40", "len130", "len300", "len1000"];
 /// Steps with a smaller margin between the two best logits may go either way in bf16, whose logits are about 1/256
 /// apart each.
-const CLOSE_MARGIN: f64 = 0.5;
+pub(crate) const CLOSE_MARGIN: f64 = 0.5;
 /// The same with a cache in E4M3, whose numbers are 1/16 apart.
 const CLOSE_MARGIN_FP8: f64 = 1.0;
 
@@ -92,43 +92,50 @@ pub(crate) fn greedy_cases() -> Vec<Continuation> {
     file["cases"].as_array().unwrap().iter().map(continuation).collect()
 }
 
-/// Runs all cases as one batch, prompts in chunks, decode running ahead, and compares token by token. A case ends at
-/// its first close step that goes the other way; their number is returned.
+/// Runs all cases as one batch, spread over attention groups, prompts in chunks, decode running ahead, and compares token
+/// by token. A case ends at its first close step that goes the other way; their number is returned.
 pub(crate) fn follow(driver: &mut Driver, cases: &[Continuation], chunk: usize) -> usize {
+    let slots: Vec<u32> = (0..cases.len() as u32).map(|number| driver.spread(number)).collect();
+    follow_in(driver, cases, &slots, chunk)
+}
+
+/// The same, each case in its slot.
+pub(crate) fn follow_in(driver: &mut Driver, cases: &[Continuation], slots: &[u32], chunk: usize) -> usize {
     let close_margin = close_margin(driver.group.kv_layout().dtype);
-    for (case, slot) in cases.iter().zip(0..) {
-        driver.bind(slot, &case.prompt, greedy());
+    for (case, slot) in cases.iter().zip(slots) {
+        driver.bind(*slot, &case.prompt, greedy());
     }
     let mut done = vec![0; cases.len()];
     let mut ended = vec![false; cases.len()];
     let mut prompts: Vec<_> = cases.iter().map(|case| case.prompt.chunks(chunk)).collect();
     loop {
         let mut rows = Vec::new();
-        for (slot, case) in cases.iter().enumerate().filter(|(slot, _)| !ended[*slot]) {
-            if let Some(tokens) = prompts[slot].next() {
-                let last = prompts[slot].len() == 0;
+        for (number, case) in cases.iter().enumerate().filter(|(number, _)| !ended[*number]) {
+            if let Some(tokens) = prompts[number].next() {
+                let last = prompts[number].len() == 0;
                 let output = if last { RowOutputKind::Sample } else { RowOutputKind::None };
-                rows.push(Row::new(slot as u32, tokens, output));
-            } else if done[slot] < case.tokens.len() {
-                rows.push(Row::decode(slot as u32));
+                rows.push(Row::new(slots[number], tokens, output));
+            } else if done[number] < case.tokens.len() {
+                rows.push(Row::decode(slots[number]));
             }
         }
         if rows.is_empty() {
             break;
         }
         for row in driver.step(rows).rows {
-            let (slot, Some(sampled)) = (row.slot.0 as usize, row.sampled) else { continue };
-            let (case, at) = (&cases[slot], done[slot]);
-            done[slot] += 1;
+            let Some(sampled) = row.sampled else { continue };
+            let number = slots.iter().position(|slot| *slot == row.slot.0).expect("the row is of a case");
+            let (case, at) = (&cases[number], done[number]);
+            done[number] += 1;
             if sampled.token != case.tokens[at] {
-                let margin = case.margins[at];
-                println!("close: case {slot}, token {at}: {} for {}, margin {margin}", sampled.token, case.tokens[at]);
-                assert!(margin < close_margin, "case {slot}, token {at} is not close");
-                ended[slot] = true;
+                let (got, margin) = (sampled.token, case.margins[at]);
+                println!("close: case {number}, token {at}: {got} for {}, margin {margin}", case.tokens[at]);
+                assert!(margin < close_margin, "case {number}, token {at} is not close");
+                ended[number] = true;
             }
         }
     }
-    (0..cases.len() as u32).for_each(|slot| driver.end(slot));
+    slots.iter().for_each(|slot| driver.end(*slot));
     ended.into_iter().filter(|ended| *ended).count()
 }
 
@@ -183,36 +190,36 @@ fn tokens_are_the_same_run_ahead_or_fed_back() {
 }
 
 fn runs_ahead_and_fed_back(gpu: &mut Driver) -> Vec<Vec<Vec<TokenId>>> {
-    let prompts: Vec<Vec<TokenId>> = (0..3).map(|slot| prompt(40 + 30 * slot)).collect();
+    let prompts: Vec<Vec<TokenId>> = (0..3).map(|number| prompt(40 + 30 * number)).collect();
+    let slots = [0, 1, 2].map(|number| gpu.spread(number));
     let mut runs = Vec::new();
     for runs_ahead in [false, true] {
-        for (slot, prompt) in prompts.iter().enumerate() {
+        for (slot, prompt) in slots.iter().zip(&prompts) {
             let sampling = types::Sampling { seed: 7, temperature: 1.5, presence_penalty: 0.5, ..Default::default() };
-            gpu.bind(slot as u32, prompt, sampling);
+            gpu.bind(*slot, prompt, sampling);
         }
-        let first =
-            prompts.iter().enumerate().map(|(slot, prompt)| Row::new(slot as u32, prompt, RowOutputKind::Sample));
+        let first = slots.iter().zip(&prompts).map(|(slot, prompt)| Row::new(*slot, prompt, RowOutputKind::Sample));
         gpu.launch(first.collect());
         let mut tokens: Vec<Vec<TokenId>> = Vec::new();
         for step in 0..60 {
             if runs_ahead && step < 59 {
-                gpu.launch((0..3).map(Row::decode).collect());
+                gpu.launch(slots.iter().map(|slot| Row::decode(*slot)).collect());
             }
             let rows = gpu.group.collect().unwrap().rows;
             tokens.push(rows.into_iter().map(|row| row.sampled.expect("the row samples").token).collect());
             if !runs_ahead && step < 59 {
-                let known = |slot: u32| Row::new(slot, &[tokens[step][slot as usize]], RowOutputKind::Sample);
-                gpu.launch((0..3).map(known).collect());
+                let known = |(slot, token): (&u32, &TokenId)| Row::new(*slot, &[*token], RowOutputKind::Sample);
+                gpu.launch(slots.iter().zip(&tokens[step]).map(known).collect());
             }
         }
-        (0..3).for_each(|slot| gpu.end(slot));
+        slots.iter().for_each(|slot| gpu.end(*slot));
         runs.push(tokens);
     }
     runs
 }
 
-/// The same prompt in batches of many sizes, each padded and computed in its own way: all rows of a batch are equal,
-/// and near the first batch's.
+/// The same prompt in batches of many sizes, each padded and computed in its own way: all rows of a batch are equal, if they
+/// are of one attention group, and near the first batch's.
 #[test]
 fn rows_of_a_batch_do_not_disturb_each_other() {
     if !gpu_is_here() {
@@ -230,26 +237,27 @@ fn rows_of_batches(gpu: &mut Driver) {
     let want = &want[want.len() - vocab..];
     let mut alone = 0.0;
     for batch in [1, 2, 5, 16, 17, 33, 48] {
-        let mut last = Vec::new();
-        for slot in 0..batch {
-            gpu.bind(slot, &tokens, greedy());
+        let mut last = vec![Vec::new(); gpu.slots.dp() as usize];
+        let slots: Vec<u32> = (0..batch).map(|number| gpu.spread(number)).collect();
+        for slot in &slots {
+            gpu.bind(*slot, &tokens, greedy());
         }
         // Prompts of different lengths before the common end, so that rows lie at other places in pages and batches.
-        for slot in 0..batch {
-            gpu.step(vec![Row::new(slot, &tokens[..129], RowOutputKind::None)]);
+        for slot in &slots {
+            gpu.step(vec![Row::new(*slot, &tokens[..129], RowOutputKind::None)]);
         }
-        let rows = (0..batch).map(|slot| Row::new(slot, &tokens[129..], RowOutputKind::LastLogits));
+        let rows = slots.iter().map(|slot| Row::new(*slot, &tokens[129..], RowOutputKind::LastLogits));
         for row in gpu.step(rows.collect()).rows {
-            let distance = distance(&row.logits, want);
-            last.push(distance);
+            last[gpu.slots.of(row.slot).0 as usize].push(distance(&row.logits, want));
         }
-        (0..batch).for_each(|slot| gpu.end(slot));
+        slots.iter().for_each(|slot| gpu.end(*slot));
+        let worst = last.iter().flatten().copied().fold(0.0, f64::max);
         if batch == 1 {
-            alone = last[0];
+            alone = worst;
         }
-        let worst = last.iter().copied().fold(0.0, f64::max);
         println!("batch {batch}: worst row {worst:.2e} from f32, alone {alone:.2e}");
-        assert!(last.iter().all(|row| row == &last[0]), "rows of a batch of {batch} differ");
+        let alike = |rows: &Vec<f64>| rows.iter().all(|row| row == &rows[0]);
+        assert!(last.iter().all(alike), "rows of a batch of {batch} differ");
         assert!(worst <= 2.0 * alone, "batch {batch}");
     }
 }
@@ -301,13 +309,14 @@ fn layouts_that_do_not_fit_are_refused() {
         return;
     }
     let cases = [
-        (ParallelLayout::tp(2), vec![0], "devices are named for 1"),
-        (ParallelLayout::tp(3), vec![0; 3], "tp is 3"),
-        (ParallelLayout { tp: 1, ep: 2, dp: 2 }, vec![0; 2], "one attention group"),
+        (ParallelLayout::tp(2), vec![0], 48, "devices are named for 1"),
+        (ParallelLayout::tp(3), vec![0; 3], 48, "tp is 3"),
+        (ParallelLayout { tp: 1, ep: 2, dp: 2 }, vec![0; 2], 47, "47 slots cannot be dealt out evenly to 2"),
+        (ParallelLayout { tp: 1, ep: 8, dp: 16 }, vec![0; 16], 48, "which has 16 ranks; it takes 1, 2, 4 or 8"),
     ];
-    for (layout, devices, reason) in cases {
+    for (layout, devices, max_slots, reason) in cases {
         let weights = engine::cuda::Weights::Checkpoint(std::sync::Arc::new(model::Checkpoint::embedded_nano()));
-        let options = CudaOptions { layout, devices, ..options() };
+        let options = CudaOptions { layout, devices, max_slots, ..options() };
         let built = engine::cuda::build_group(weights, options, None, std::sync::Arc::new(|_| {}));
         let error = built.map(drop).unwrap_err().to_string();
         assert!(error.contains(reason), "{error}");

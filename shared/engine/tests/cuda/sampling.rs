@@ -107,23 +107,24 @@ fn masks_of_a_step_ahead_may_depend_on_the_step_before() {
 }
 
 fn masks_ahead(gpu: &mut Driver) {
-    gpu.bind(0, &[1, 2, 3], greedy());
-    gpu.bind(1, &[4, 5], greedy());
+    // Of two attention groups, where there are several: the second group waits for no mask.
+    let [masked, other, later] = [0, 1, 3].map(|number| gpu.spread(number));
+    gpu.bind(masked, &[1, 2, 3], greedy());
+    gpu.bind(other, &[4, 5], greedy());
     let [first, second, third] = [(); 3].map(|()| MaskPromise::new());
     let only = |token: TokenId| {
         let word = |idx| if idx == token / 32 { 1 << (token % 32) } else { 0 };
         Ok(TokenMask::from_words((0..64).map(word).collect()))
     };
     let token = |output: &StepOutput, row: usize| output.rows[row].sampled.as_ref().map(|sampled| sampled.token);
-    let prompts =
-        [Row::new(0, &[1, 2, 3], RowOutputKind::Sample).masked(&first), Row::new(1, &[4, 5], RowOutputKind::Sample)];
-    gpu.launch(prompts.into());
-    gpu.launch(vec![Row::decode(0).masked(&second), Row::decode(1)]);
+    let sample = |slot, tokens: &[TokenId]| Row::new(slot, tokens, RowOutputKind::Sample);
+    gpu.launch(vec![sample(masked, &[1, 2, 3]).masked(&first), sample(other, &[4, 5])]);
+    gpu.launch(vec![Row::decode(masked).masked(&second), Row::decode(other)]);
     first.settle(only(77));
     let output = gpu.group.collect().unwrap();
     assert_eq!(token(&output, 0), Some(77));
     let free = token(&output, 1);
-    gpu.launch(vec![Row::decode(0).masked(&third), Row::decode(1)]);
+    gpu.launch(vec![Row::decode(masked).masked(&third), Row::decode(other)]);
     second.settle(only(2047));
     let output = gpu.group.collect().unwrap();
     assert_eq!(token(&output, 0), Some(2047));
@@ -132,9 +133,9 @@ fn masks_ahead(gpu: &mut Driver) {
     assert_eq!(token(&output, 0), None, "never a token that the grammar might forbid");
     assert!(token(&output, 1).is_some(), "other rows go on");
     for _ in 0..3 {
-        assert!(token(&gpu.step(vec![Row::decode(0), Row::decode(1)]), 1).is_some());
+        assert!(token(&gpu.step(vec![Row::decode(masked), Row::decode(other)]), 1).is_some());
     }
     // The masks of row 0 did not touch row 1.
-    gpu.bind(2, &[4, 5], greedy());
-    assert_eq!(token(&gpu.step(vec![Row::new(2, &[4, 5], RowOutputKind::Sample)]), 0), free);
+    gpu.bind(later, &[4, 5], greedy());
+    assert_eq!(token(&gpu.step(vec![sample(later, &[4, 5])]), 0), free);
 }

@@ -61,7 +61,7 @@ impl Driver {
         Self(engine::driver::Driver::over(group, pages))
     }
 
-    fn over_groups(group: EngineGroup, pages: [u32; 2], slots: SlotGroups) -> Self {
+    pub(crate) fn over_groups(group: EngineGroup, pages: [u32; 2], slots: SlotGroups) -> Self {
         Self(engine::driver::Driver::over_groups(group, pages, slots))
     }
 

@@ -42,7 +42,7 @@ pub struct Batch {
     pub ticket: TicketId,
     /// The rank in whose staging it lies.
     pub sender_rank: u32,
-    /// The rank whose pages it goes to.
+    /// The rank whose pages it goes to, of those of all the receiver's attention groups.
     pub receiver_rank: u32,
     /// Its first byte in staging.
     pub offset: u64,

@@ -12,7 +12,7 @@ pub struct DataOffer {
     pub choice: TransportChoice,
     /// Tells hosts apart: memory is opened across processes on one host only.
     pub host: u128,
-    /// The GPU of each rank; none without a data path for devices.
+    /// The GPU of each rank, attention group after attention group; none without a data path for devices.
     pub gpus: Vec<GpuId>,
     /// Version of NCCL; 0 without one.
     pub nccl: u32,
@@ -59,6 +59,12 @@ impl Paths {
     #[must_use]
     pub fn is_host(&self) -> bool {
         self.pairs.is_empty()
+    }
+
+    /// Ranks of the receiver, those of all its attention groups.
+    #[must_use]
+    pub const fn receivers(&self) -> u32 {
+        self.receivers as u32
     }
 
     /// The way between two ranks.

@@ -55,11 +55,13 @@ fn offer(choice: TransportChoice, ports: &[KvPort]) -> Result<DataOffer, DataErr
     Ok(DataOffer { choice, host: host_id(), gpus, nccl })
 }
 
-/// Pairs of ranks that hold the same heads, by the sender's rank, then the receiver's.
+/// Pairs of ranks that hold the same heads, by the sender's rank, then the receiver's, which are those of all its attention groups.
 fn pairs(sides: &LaneSides<'_>) -> Vec<(u32, u32)> {
-    let all = (0..sides.sender.tp).flat_map(|sender| (0..sides.receiver.tp).map(move |receiver| (sender, receiver)));
+    let receivers = 0..sides.paths.receivers();
+    let all = (0..sides.sender.tp).flat_map(|sender| receivers.clone().map(move |receiver| (sender, receiver)));
     let share = |(sender, receiver): &(u32, u32)| {
-        let (theirs, ours) = (sides.sender.rank_heads(*sender), sides.receiver.rank_heads(*receiver));
+        let theirs = sides.sender.rank_heads(*sender);
+        let ours = sides.receiver.rank_heads(*receiver % sides.receiver.tp);
         ours.start.max(theirs.start) < ours.end.min(theirs.end)
     };
     all.filter(share).collect()
@@ -86,7 +88,7 @@ fn piece(
     };
     let misplaced = |what: &str| DataError(format!("{slice:?} is not on rank {rank}: {what}"));
     let layer = layout.layers(slice.group).binary_search(&slice.layer).map_err(|_| misplaced("its layer"))?;
-    let (own, heads) = (layout.rank_heads(rank), slice.heads());
+    let (own, heads) = (layout.rank_heads(rank % layout.tp), slice.heads());
     if heads.start < own.start || heads.end > own.end {
         return Err(misplaced("its heads"));
     }

@@ -27,6 +27,8 @@ pub(super) enum Destination {
     /// Not known yet.
     Unknown,
     Pages(Arc<PageTables>),
+    /// It was sent to the wrong rank.
+    Refused(DataError),
     /// Nowhere: the ticket is over.
     Nowhere,
 }
@@ -62,16 +64,17 @@ impl DataConnection {
     pub(super) fn pump(
         &self,
         landed: &(impl Fn(u64) + Clone + Send + 'static),
-        mut destination: impl FnMut(TicketId) -> Destination,
+        mut destination: impl FnMut(&Batch) -> Destination,
     ) {
         let mut waiting = self.waiting();
         while let Some((batch, _)) = waiting.batches.front() {
             if waiting.is_closed {
                 return;
             }
-            let (pages, failure) = match destination(batch.ticket) {
+            let (pages, failure) = match destination(batch) {
                 Destination::Unknown => return,
                 Destination::Nowhere => (None, None),
+                Destination::Refused(error) => (None, Some(error)),
                 Destination::Pages(tables) => match physical(batch, &tables) {
                     Ok(pages) => (Some(pages), None),
                     Err(error) => (None, Some(error)),

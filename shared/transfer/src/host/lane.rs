@@ -9,7 +9,7 @@ use tokio::io::{ReadHalf, WriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use types::{PeerId, TicketId};
+use types::{DpGroup, PeerId, TicketId};
 
 use super::Stream;
 use super::frame_io::{FrameReader, FrameWriter};
@@ -230,7 +230,7 @@ impl SendLane for HostLane {
         &self.shared.peer
     }
 
-    fn begin(&self, ticket: TicketId) -> BoxFuture<'_, Result<Box<dyn SendTicket>, TransferError>> {
+    fn begin(&self, ticket: TicketId, group: DpGroup) -> BoxFuture<'_, Result<Box<dyn SendTicket>, TransferError>> {
         async move {
             let answers = {
                 let mut tickets = self.shared.tickets();
@@ -241,7 +241,7 @@ impl SendLane for HostLane {
                 tickets.insert(ticket, sender);
                 receiver
             };
-            let handle = HostTicket::new(ticket, Arc::clone(&self.shared), answers);
+            let handle = HostTicket::new(ticket, group, Arc::clone(&self.shared), answers);
             if let Some(error) = self.shared.lost_error() {
                 return Err(error);
             }

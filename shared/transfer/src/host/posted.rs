@@ -8,12 +8,12 @@ use kv::{KvSlice, PageTables};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use types::{KvLayout, PeerId, TicketId};
+use types::{DpGroup, KvLayout, PeerId, TicketId};
 
 use super::data_connection::{DataConnection, Destination, Over};
 use super::receiver::HostReceiver;
 use crate::contract::{Arrival, ArrivalEvent, CommitReply, EndCause, Part, ReceiveTransport, Revoked};
-use crate::data::{Batch, Paths, Taken};
+use crate::data::{Batch, DataError, Paths, Taken};
 use crate::error::{AbortReason, TransferError};
 use crate::frame::{Frame, FrameError};
 
@@ -22,8 +22,8 @@ pub(super) struct Posted {
     /// Parts taken, duplicates counted in.
     pub(super) num_parts: u32,
     pub(super) state: PostedState,
-    /// Where slices go.
-    pub(super) landing: Option<Arc<PageTables>>,
+    /// Where slices go: pages of an attention group.
+    pub(super) landing: Option<(DpGroup, Arc<PageTables>)>,
     /// Batches that were announced and are not over.
     pub(super) batches: u32,
     /// How the ticket ends once no batch is left.
@@ -122,10 +122,18 @@ impl HostReceiver {
         let Some(data) = &connection.data else { return };
         let answers = connection.clone();
         let landed = move |batch| answers.answer(Frame::Landed(batch));
-        data.pump(&landed, |ticket| match tickets.get(&ticket) {
-            Some(posted) if posted.is_on(connection) && posted.is_landing() => {
-                posted.landing.clone().map_or(Destination::Unknown, Destination::Pages)
-            }
+        data.pump(&landed, |batch| match tickets.get(&batch.ticket) {
+            Some(posted) if posted.is_on(connection) && posted.is_landing() => match &posted.landing {
+                None => Destination::Unknown,
+                Some((group, tables)) if batch.receiver_rank / self.layout.tp == group.0 => {
+                    Destination::Pages(Arc::clone(tables))
+                }
+                Some((group, _)) => {
+                    let rank = batch.receiver_rank;
+                    let cause = format!("a batch for rank {rank}, the ticket's pages are in attention group {group}");
+                    Destination::Refused(DataError(cause))
+                }
+            },
             _ => Destination::Nowhere,
         });
     }
@@ -133,14 +141,15 @@ impl HostReceiver {
     fn on_batch(&self, batch: Batch, connection: &Connection) -> Result<Option<Arrival>, FrameError> {
         let Some(data) = &connection.data else { return Err(FrameError::Unexpected("BATCH")) };
         let first = batch.slices.first().ok_or(FrameError::Field("slices"))?;
-        if batch.sender_rank >= connection.peer.layout.tp || batch.receiver_rank >= self.layout.tp {
+        let receivers = connection.peer.paths.receivers();
+        if batch.sender_rank >= connection.peer.layout.tp || batch.receiver_rank >= receivers {
             return Err(FrameError::Field("rank"));
         }
         let slice_bytes = (first.slice.head_count as usize).saturating_mul(self.layout.head_bytes());
         let bytes = slice_bytes.checked_mul(batch.slices.len()).ok_or(FrameError::Field("head_count"))?;
         let per_rank = self.layout.kv_heads / self.layout.tp;
         let is_sound = |slice: &KvSlice| {
-            self.fits_layout(slice, slice_bytes) && slice.head_start / per_rank == batch.receiver_rank
+            self.fits_layout(slice, slice_bytes) && slice.head_start / per_rank == batch.receiver_rank % self.layout.tp
         };
         let malformed = batch.slices.iter().map(|staged| staged.slice).find(|slice| !is_sound(slice));
         let (ticket, num_parts) = (batch.ticket, batch.slices.len() as u32);
@@ -369,10 +378,10 @@ impl ReceiveTransport for HostReceiver {
         Ok(())
     }
 
-    fn land(&self, ticket: TicketId, tables: &PageTables) {
+    fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables) {
         let mut open = self.tickets();
         let Some(posted) = open.get_mut(&ticket) else { return };
-        posted.landing = Some(Arc::new(tables.clone()));
+        posted.landing = Some((group, Arc::new(tables.clone())));
         if let PostedState::Bound(connection) = &posted.state {
             let connection = connection.clone();
             self.pump(&open, &connection);

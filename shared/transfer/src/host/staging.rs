@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv::KvSlice;
 use tokio::sync::OwnedSemaphorePermit;
-use types::{KvLayout, PageId, TicketId};
+use types::{DpGroup, KvLayout, PageId, TicketId};
 
 use crate::config::{Hold, HoldAt, TransferConfig};
 use crate::data::{BATCH_SLICES_MAX, Batch, DataError, Gathering, SendDataLane, StagedSlice, StagingRing};
@@ -17,7 +17,8 @@ pub(super) struct Staging {
     ranks: Vec<Rank>,
     next_batch: AtomicU64,
     head_bytes: usize,
-    /// Heads on a rank of the receiver.
+    /// Ranks of each attention group of the receiver, and heads on one of them.
+    receiver_tp: u32,
     receiver_heads: u32,
     batch_bytes_max: usize,
     checksum_every: u64,
@@ -78,6 +79,7 @@ impl Staging {
             ranks: (0..ranks).map(|_| rank()).collect(),
             next_batch: AtomicU64::new(0),
             head_bytes: sender.head_bytes(),
+            receiver_tp: receiver.tp,
             receiver_heads: receiver.kv_heads / receiver.tp,
             batch_bytes_max: config.batch_bytes_max as usize,
             checksum_every: config.checksum_every.into(),
@@ -90,12 +92,20 @@ impl Staging {
         self.ranks.len()
     }
 
-    /// Cuts slices, which are sorted by heads, where the receiver's rank or their size changes, and where a batch is full.
-    pub(super) fn cut<'a>(&self, rank: u32, slices: &'a [(KvSlice, PageId)]) -> Result<Vec<Cut<'a>>, DataError> {
+    /// Cuts slices for attention group `group` of the receiver, which are sorted by heads, where the receiver's rank or their size changes,
+    /// and where a batch is full.
+    pub(super) fn cut<'a>(
+        &self,
+        rank: u32,
+        group: DpGroup,
+        slices: &'a [(KvSlice, PageId)],
+    ) -> Result<Vec<Cut<'a>>, DataError> {
         if rank as usize >= self.ranks.len() {
             return Err(DataError(format!("rank {rank} of {}", self.ranks.len())));
         }
-        let place = |slice: &KvSlice| (slice.head_start / self.receiver_heads, slice.head_count);
+        let first_rank = group.0.saturating_mul(self.receiver_tp);
+        let place =
+            |slice: &KvSlice| (first_rank.saturating_add(slice.head_start / self.receiver_heads), slice.head_count);
         let mut cuts = Vec::new();
         for run in slices.chunk_by(|(a, _), (b, _)| place(a) == place(b)) {
             let (receiver_rank, head_count) = place(&run[0].0);

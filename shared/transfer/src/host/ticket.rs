@@ -8,7 +8,7 @@ use futures_util::future::BoxFuture;
 use kv::KvSlice;
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 use tokio::time::timeout;
-use types::{PageId, TicketId};
+use types::{DpGroup, PageId, TicketId};
 
 use super::lane::{Answer, LaneShared, Outgoing};
 use crate::config::HoldAt;
@@ -19,6 +19,8 @@ use crate::frame::Frame;
 
 pub(super) struct HostTicket {
     id: TicketId,
+    /// The receiver's attention group that has its pages.
+    group: DpGroup,
     lane: Arc<LaneShared>,
     answers: watch::Receiver<Answer>,
     /// Of each of the lane's rooms.
@@ -30,9 +32,10 @@ pub(super) struct HostTicket {
 }
 
 impl HostTicket {
-    pub(super) fn new(id: TicketId, lane: Arc<LaneShared>, answers: watch::Receiver<Answer>) -> Self {
+    pub(super) fn new(id: TicketId, group: DpGroup, lane: Arc<LaneShared>, answers: watch::Receiver<Answer>) -> Self {
         let (parts, kv_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { id, lane, answers, reserved: Mutex::default(), parts, kv_bytes, is_terminal: AtomicBool::new(false) }
+        let (reserved, is_terminal) = (Mutex::default(), AtomicBool::new(false));
+        Self { id, group, lane, answers, reserved, parts, kv_bytes, is_terminal }
     }
 
     pub(super) async fn wait(
@@ -183,7 +186,8 @@ impl SendTicket for HostTicket {
         let mut slices = slices.to_vec();
         // By ranks of the receiver; otherwise as they come.
         slices.sort_by_key(|(slice, _)| slice.head_start);
-        let gathered = staging.cut(rank, &slices).map_err(|cause| self.data_error(cause)).and_then(|cuts| {
+        let cuts = staging.cut(rank, self.group, &slices).map_err(|cause| self.data_error(cause));
+        let gathered = cuts.and_then(|cuts| {
             cuts.iter().try_for_each(|cut| {
                 let room = self.take_room(rank as usize, cut.bytes())?;
                 staging.gather(self.id, cut, room).map_err(|cause| self.data_error(cause))?;

@@ -43,10 +43,10 @@ struct DeviceCache {
 }
 
 impl DeviceCache {
-    fn new(layout: &KvLayout, device: &Device) -> Self {
+    fn new(layout: &KvLayout, groups: u32, device: &Device) -> Self {
         let kv_heads = (layout.kv_heads / layout.tp) as usize;
         let (mut streams, mut ports, mut pools) = (Vec::new(), Vec::new(), Vec::new());
-        for _ in 0..layout.tp {
+        for _ in 0..groups * layout.tp {
             let stream = device.stream().unwrap();
             let pool = |group: PageGroup| {
                 let layers = layout.layers(group).len();
@@ -64,7 +64,7 @@ impl DeviceCache {
         Self { layout: layout.clone(), streams, ports, pools }
     }
 
-    /// The rank, the pool's number and the bytes of a slice.
+    /// The rank, of the last attention group, the pool's number and the bytes of a slice.
     fn place(&self, slice: &KvSlice, page: PageId) -> (usize, usize, std::ops::Range<usize>) {
         let (rank, heads) = (rank_of(&self.layout, slice), (self.layout.kv_heads / self.layout.tp) as usize);
         let layers = self.layout.layers(slice.group);
@@ -72,7 +72,8 @@ impl DeviceCache {
         let head = slice.head_start as usize % heads;
         let first = ((page.0 as usize * layers.len() + layer) * heads + head) * self.layout.head_bytes();
         let group = if slice.group == PageGroup::Full { 0 } else { 1 };
-        (rank as usize, group, first..first + self.layout.head_bytes())
+        let rank = self.ports.len() - self.layout.tp as usize + rank as usize;
+        (rank, group, first..first + self.layout.head_bytes())
     }
 }
 
@@ -117,8 +118,8 @@ fn world(mut options: Options, choice: TransportChoice, gpus: u32, plan: Option<
     let devices = devices(gpus)?;
     options.config.transport = choice;
     let options = &options;
-    let sender = Arc::new(DeviceCache::new(&options.sender_layout, &devices[0]));
-    let receiver = Arc::new(DeviceCache::new(&options.receiver_layout, devices.last()?));
+    let sender = Arc::new(DeviceCache::new(&options.sender_layout, 1, &devices[0]));
+    let receiver = Arc::new(DeviceCache::new(&options.receiver_layout, options.groups, devices.last()?));
     let (config, counters) = (&options.config, Arc::new(DataCounters::default()));
     let send = DeviceSend::new(sender.ports.clone(), &options.sender_layout, config, &counters).unwrap();
     let receive = DeviceReceive::new(receiver.ports.clone(), &options.receiver_layout, config, &counters).unwrap();
@@ -132,6 +133,10 @@ pub(crate) fn over_ipc(options: Options) -> BoxFuture<'static, Option<World>> {
 
 pub(crate) fn over_ipc_between_gpus(options: Options) -> BoxFuture<'static, Option<World>> {
     async move { world(options, TransportChoice::Ipc, 2, None) }.boxed()
+}
+
+pub(crate) fn over_ipc_to_a_group(options: Options) -> BoxFuture<'static, Option<World>> {
+    over_ipc_between_gpus(Options { groups: 2, ..options })
 }
 
 /// Both ends are in this process: kernels of one test's communicators, which wait for each other, and another test's allocations, which wait for

@@ -17,7 +17,7 @@ use transfer::{
     AbortReason, ArrivalEvent, EndCause, Lanes, LossCause, ReceiveTransport, Revoked, SendTransport, TransferError,
     TransportChoice,
 };
-use types::TicketId;
+use types::{DpGroup, TicketId};
 
 /// Hands out the other end of a pipe, on which the test plays the receiver.
 struct PlayedPeer(std::sync::Mutex<Option<DuplexStream>>);
@@ -75,7 +75,7 @@ async fn an_unanswered_begin_ends_within_the_bound() {
         }
     };
     let error = tokio::select! {
-        result = lane.begin(TicketId(1)) => result.err().unwrap(),
+        result = lane.begin(TicketId(1), DpGroup(0)) => result.err().unwrap(),
         () = ping => unreachable!("pings go on for ever"),
     };
     assert!(matches!(error, TransferError::Timeout { waited_for: "accept", .. }), "{error}");

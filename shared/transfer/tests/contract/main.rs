@@ -22,7 +22,7 @@ use transfer::{
     AbortReason, ArrivalEvent, EndCause, FirstToken, LossCause, Part, ReceiveTransport, Revoked, SendLane, SendTicket,
     TransferError,
 };
-use types::{KvDtype, KvLayout, TicketId};
+use types::{DpGroup, KvDtype, KvLayout, TicketId};
 
 /// `None`, with a printed reason, where an implementation finds no GPU.
 type Factory = fn(Options) -> BoxFuture<'static, Option<World>>;
@@ -53,12 +53,14 @@ suite! {
     host_over_tcp: super::support::over_tcp;
     decorated: super::support::over_harmless_faults;
     announced: super::memory::over_memory;
+    announced_to_a_group: super::memory::over_memory_to_a_group;
 }
 
 #[cfg(feature = "cuda")]
 suite! {
     ipc_on_one_gpu: super::cuda::over_ipc;
     ipc_between_gpus: super::cuda::over_ipc_between_gpus;
+    ipc_to_a_group: super::cuda::over_ipc_to_a_group;
     nccl: super::cuda::over_nccl;
 }
 
@@ -68,7 +70,7 @@ async fn connect(world: &World) -> Box<dyn SendLane> {
 
 async fn posted(world: &World, lane: &dyn SendLane, id: u128) -> Box<dyn SendTicket> {
     world.receiver.post(TicketId(id), &World::prefill_peer()).unwrap();
-    lane.begin(TicketId(id)).await.unwrap()
+    lane.begin(TicketId(id), world.group).await.unwrap()
 }
 
 async fn send_all(world: &World, ticket: &dyn SendTicket, parts: &[Part]) {
@@ -80,6 +82,21 @@ async fn send_all(world: &World, ticket: &dyn SendTicket, parts: &[Part]) {
 
 fn some_parts() -> Vec<Part> {
     (0..4).flat_map(|layer| (0..3).flat_map(move |page| (0..4).map(move |head| part(layer, page, head)))).collect()
+}
+
+/// A sender that names another attention group than the one that took the ticket in writes nothing.
+#[tokio::test]
+async fn a_ticket_lands_in_no_other_group() {
+    let mut world = memory::over_memory_to_a_group(Options::default()).await.unwrap();
+    let lane = connect(&world).await;
+    let before = world.caches.as_ref().unwrap().receiver_bytes();
+    world.receiver.post(TicketId(1), &World::prefill_peer()).unwrap();
+    let ticket = lane.begin(TicketId(1), DpGroup(0)).await.unwrap();
+    send_all(&world, &*ticket, &some_parts()[..4]).await;
+    let (slices, terminal) = world.until_terminal().await;
+    let ArrivalEvent::Ended(EndCause::DataPath(cause)) = terminal else { panic!("wanted an end, got {terminal:?}") };
+    assert!(slices.is_empty() && cause.0.contains("the ticket's pages are in attention group 2"), "{cause}");
+    assert!(world.caches.as_ref().unwrap().receiver_bytes() == before);
 }
 
 /// Promises 1 and 2.
@@ -155,7 +172,7 @@ async fn revoked_before_begin(factory: Factory) {
     world.receiver.post(TicketId(1), &World::prefill_peer()).unwrap();
     assert_eq!(world.receiver.revoke(TicketId(1), AbortReason::Expired), Revoked::Now);
     assert_eq!(world.receiver.revoke(TicketId(1), AbortReason::Expired), Revoked::NotOpen);
-    assert!(matches!(lane.begin(TicketId(1)).await, Err(TransferError::Gone { .. })));
+    assert!(matches!(lane.begin(TicketId(1), DpGroup(0)).await, Err(TransferError::Gone { .. })));
     world.nothing_more().await;
 }
 
@@ -181,13 +198,19 @@ async fn revoked_while_parts_are_on_their_way(factory: Factory) {
 async fn unknown_tickets_are_gone(factory: Factory) {
     let Some(mut world) = factory(Options::default()).await else { return };
     let lane = connect(&world).await;
-    assert!(matches!(lane.begin(TicketId(9)).await, Err(TransferError::Gone { .. })));
+    assert!(matches!(lane.begin(TicketId(9), DpGroup(0)).await, Err(TransferError::Gone { .. })));
     world.receiver.post(TicketId(10), &peer("prefill-0", 2)).unwrap();
-    assert!(matches!(lane.begin(TicketId(10)).await, Err(TransferError::Gone { .. })), "posted for an earlier life");
+    assert!(
+        matches!(lane.begin(TicketId(10), DpGroup(0)).await, Err(TransferError::Gone { .. })),
+        "posted for an earlier life"
+    );
     let ticket = posted(&world, &*lane, 11).await;
-    assert!(matches!(lane.begin(TicketId(11)).await, Err(TransferError::Duplicate { .. })));
+    assert!(matches!(lane.begin(TicketId(11), DpGroup(0)).await, Err(TransferError::Duplicate { .. })));
     let other_lane = connect(&world).await;
-    assert!(matches!(other_lane.begin(TicketId(11)).await, Err(TransferError::Gone { .. })), "bound to the first lane");
+    assert!(
+        matches!(other_lane.begin(TicketId(11), DpGroup(0)).await, Err(TransferError::Gone { .. })),
+        "bound to the first lane"
+    );
     ticket.abort(AbortReason::Cancelled).await.unwrap();
     world.until_terminal().await;
 }
@@ -364,7 +387,7 @@ async fn a_closed_lane_ends_both_sides(factory: Factory) {
     }
     assert_eq!(world.receiver.num_open(), 0);
     assert!(lane.lost().is_some());
-    assert!(matches!(lane.begin(TicketId(3)).await, Err(TransferError::PeerLost { .. })));
+    assert!(matches!(lane.begin(TicketId(3), DpGroup(0)).await, Err(TransferError::PeerLost { .. })));
 }
 
 /// Promise 7, seen from the sender.
@@ -430,7 +453,7 @@ async fn storm(factory: impl Fn(FaultPlan) -> BoxFuture<'static, Option<World>>)
             world.receiver.post(TicketId(id), &World::prefill_peer()).unwrap();
             let caches = world.caches.clone();
             let send = async {
-                let ticket = lane.begin(TicketId(id)).await?;
+                let ticket = lane.begin(TicketId(id), DpGroup(0)).await?;
                 let parts = some_parts();
                 ticket.reserve(parts.iter().map(|part| part.bytes.len()).sum()).await?;
                 hand_over(caches.as_deref(), &*ticket, &parts)?;

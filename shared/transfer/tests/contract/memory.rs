@@ -28,16 +28,18 @@ type Staging = Arc<Vec<Mutex<Vec<u8>>>>;
 
 struct MemoryCache {
     layout: KvLayout,
+    /// Of all attention groups.
     ranks: Vec<Mutex<Vec<u8>>>,
 }
 
 impl MemoryCache {
-    fn new(layout: &KvLayout) -> Self {
+    fn new(layout: &KvLayout, groups: u32) -> Self {
         let layers = layout.full_layers.len() + layout.window_layers.len();
         let bytes = PAGES as usize * layers * (layout.kv_heads / layout.tp) as usize * layout.head_bytes();
-        Self { layout: layout.clone(), ranks: (0..layout.tp).map(|_| Mutex::new(vec![0xee; bytes])).collect() }
+        Self { layout: layout.clone(), ranks: (0..groups * layout.tp).map(|_| Mutex::new(vec![0xee; bytes])).collect() }
     }
 
+    /// On the last attention group.
     fn place(&self, slice: &KvSlice, page: PageId) -> Option<(u32, Range<usize>)> {
         let (rank, heads) = (rank_of(&self.layout, slice), self.layout.kv_heads / self.layout.tp);
         let layers = self.layout.full_layers.len() + self.layout.window_layers.len();
@@ -45,6 +47,7 @@ impl MemoryCache {
         let first =
             (page.0 as usize * layers + slice.layer as usize) * heads as usize + (slice.head_start % heads) as usize;
         let end = first + slice.head_count as usize;
+        let rank = self.ranks.len() as u32 - self.layout.tp + rank;
         known.then(|| (rank, first * self.layout.head_bytes()..end * self.layout.head_bytes()))
     }
 }
@@ -79,8 +82,8 @@ impl Caches for MemoryCaches {
     }
 }
 
-fn offer(first: u8, layout: &KvLayout) -> DataOffer {
-    let gpus = (0..layout.tp).map(|rank| [first + rank as u8; 16]).collect();
+fn offer(first: u8, cache: &MemoryCache) -> DataOffer {
+    let gpus = (0..cache.ranks.len()).map(|rank| [first + rank as u8; 16]).collect();
     DataOffer { choice: TransportChoice::Auto, host: 1, gpus, nccl: 0 }
 }
 
@@ -95,7 +98,7 @@ struct MemorySend {
 
 impl SendData for MemorySend {
     fn offer(&self) -> DataOffer {
-        offer(1, &self.cache.layout)
+        offer(1, &self.cache)
     }
 
     fn open(&self, sides: &LaneSides<'_>) -> Result<(Arc<dyn SendDataLane>, Vec<u8>), DataError> {
@@ -162,7 +165,7 @@ struct MemoryReceive {
 
 impl ReceiveData for MemoryReceive {
     fn offer(&self) -> DataOffer {
-        offer(101, &self.cache.layout)
+        offer(101, &self.cache)
     }
 
     fn open(&self, _: &LaneSides<'_>, setup: &[u8]) -> Result<(Arc<dyn ReceiveDataLane>, Vec<PairRate>), DataError> {
@@ -213,8 +216,8 @@ impl ReceiveDataLane for MemoryReceiveLane {
 }
 
 fn world(options: &Options, plan: Option<FaultPlan>) -> World {
-    let sender = Arc::new(MemoryCache::new(&options.sender_layout));
-    let receiver = Arc::new(MemoryCache::new(&options.receiver_layout));
+    let sender = Arc::new(MemoryCache::new(&options.sender_layout, 1));
+    let receiver = Arc::new(MemoryCache::new(&options.receiver_layout, options.groups));
     let config = &options.config;
     let staging_bytes = config.in_flight_bytes_max as usize + 2 * config.batch_bytes_max as usize;
     let send = Arc::new(MemorySend { cache: Arc::clone(&sender), staging_bytes });
@@ -225,6 +228,11 @@ fn world(options: &Options, plan: Option<FaultPlan>) -> World {
 
 pub(crate) fn over_memory(options: Options) -> BoxFuture<'static, Option<World>> {
     async move { Some(world(&options, None)) }.boxed()
+}
+
+/// The receiver has three attention groups, each with pages of its own.
+pub(crate) fn over_memory_to_a_group(options: Options) -> BoxFuture<'static, Option<World>> {
+    over_memory(Options { groups: 3, ..options })
 }
 
 pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {

@@ -19,7 +19,7 @@ use transfer::{
     Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, Part, ReceiveTransport, SendTicket, SendTransport, SinkClosed,
     TransferConfig, TransferError,
 };
-use types::{Incarnation, KvDtype, KvLayout, PageGroup, PeerId, WorkerId};
+use types::{DpGroup, Incarnation, KvDtype, KvLayout, PageGroup, PeerId, WorkerId};
 
 use crate::data::{Caches, Damaging, hand_over, receiver_tables};
 
@@ -71,11 +71,20 @@ pub(crate) struct Options {
     pub(crate) receiver_layout: KvLayout,
     pub(crate) config: TransferConfig,
     pub(crate) sink_capacity: usize,
+    /// Attention groups of the receiver: everything lands in the last one.
+    pub(crate) groups: u32,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { sender_layout: layout(2), receiver_layout: layout(4), config: quick(), sink_capacity: 4096 }
+        let (sender_layout, receiver_layout) = (layout(2), layout(4));
+        Self { sender_layout, receiver_layout, config: quick(), sink_capacity: 4096, groups: 1 }
+    }
+}
+
+impl Options {
+    pub(crate) fn group(&self) -> DpGroup {
+        DpGroup(self.groups - 1)
     }
 }
 
@@ -84,6 +93,8 @@ pub(crate) struct World {
     pub(crate) receiver: Arc<HostReceiver>,
     pub(crate) arrivals: mpsc::Receiver<Arrival>,
     pub(crate) address: String,
+    /// The receiver's attention group that everything lands in.
+    pub(crate) group: DpGroup,
     /// Ends all connections at the receiver, as the death of its process would.
     pub(crate) receiver_stop: CancellationToken,
     pub(crate) faults: Option<Arc<FaultCounts>>,
@@ -120,7 +131,7 @@ impl World {
             match arrival.event {
                 ArrivalEvent::Begin { sender, .. } => {
                     assert_eq!(sender, Self::prefill_peer());
-                    self.receiver.land(arrival.ticket, &receiver_tables());
+                    self.receiver.land(arrival.ticket, self.group, &receiver_tables());
                 }
                 ArrivalEvent::Landed { slices: landed, bytes } => {
                     let caches = self.caches.as_ref().expect("only data paths land");
@@ -222,6 +233,7 @@ pub(crate) fn piped(options: Options) -> BoxFuture<'static, World> {
             receiver,
             arrivals,
             address: "pipe".into(),
+            group: options.group(),
             receiver_stop: stop,
             faults: None,
             caches: None,
@@ -249,6 +261,7 @@ pub(crate) fn over_tcp(options: Options) -> BoxFuture<'static, Option<World>> {
             receiver,
             arrivals,
             address,
+            group: options.group(),
             receiver_stop: stop,
             faults: None,
             caches: None,
@@ -278,7 +291,8 @@ pub(crate) fn piped_with_data(
         Some(plan) => (Box::new(Faulty::new(sender, plan)), faults),
         None => (Box::new(sender), None),
     };
-    World { sender, receiver, arrivals, address: "pipe".into(), receiver_stop: stop, faults, caches, _turn: None }
+    let (address, group) = ("pipe".into(), options.group());
+    World { sender, receiver, arrivals, address, group, receiver_stop: stop, faults, caches, _turn: None }
 }
 
 pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
@@ -292,6 +306,7 @@ pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
         receiver,
         arrivals,
         address: "pipe".into(),
+        group: options.group(),
         receiver_stop: stop,
         faults,
         caches: None,

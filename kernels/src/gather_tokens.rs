@@ -1,0 +1,109 @@
+//! The tokens of all attention groups, on every rank.
+
+use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use half::bf16;
+
+use crate::Kernels;
+use crate::all_reduce::ThenNorm;
+use crate::error::{Checker, Result, int};
+use crate::groups::{AttentionGroups, start_words};
+use crate::peers::{MAX_RANKS, PeerGroup};
+
+/// `out[starts[g] + t, h] = row of token t of group g`, for all attention groups, on every rank: what the experts, which are everybody's,
+/// need of tokens that a group keeps to itself. The ranks of a group have the same rows; each passes them to one rank of every other
+/// group.
+///
+/// Every rank enqueues the same gather. It waits for the other groups while it runs: ranks must be on different GPUs.
+#[derive(Debug)]
+pub struct GatherTokens<'a> {
+    /// `[own tokens, hidden]`: the group's rows; with `norm`, what is added to the residual before.
+    pub values: View<'a, bf16>,
+    /// What makes rows of values; `None`: they are the rows.
+    pub norm: Option<ThenNorm<'a>>,
+    /// `[tokens of all groups, hidden]`
+    pub out: ViewMut<'a, bf16>,
+    /// First token of each group, and the number of all.
+    pub starts: &'a [usize],
+    /// The ranks.
+    pub groups: &'a mut AttentionGroups,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Args {
+    inboxes: [u64; MAX_RANKS],
+    epochs: DevicePtrMut<u32>,
+    host: DevicePtrMut<u32>,
+    failed: DevicePtrMut<u32>,
+    values: DevicePtr<bf16>,
+    residual: DevicePtrMut<bf16>,
+    norm_weight: DevicePtr<bf16>,
+    out: DevicePtrMut<bf16>,
+    starts: [i32; MAX_RANKS + 1],
+    group: i32,
+    groups: i32,
+    room: i32,
+    hidden: i32,
+    eps: f32,
+    limit_ms: u32,
+    padding: i32,
+}
+
+const _: () = assert!(size_of::<Args>() == 184);
+// SAFETY: the layout of `GatherTokensArgs` in gather_tokens.cu, which asserts the same size.
+unsafe impl KernelArgs for Args {}
+
+impl GatherTokens<'_> {
+    /// Returns once enqueued.
+    ///
+    /// # Errors
+    /// `Size` if the operands disagree, `Dimension` for more tokens than the groups have room for, `Device` if the launch fails.
+    pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
+        let check = Checker("gather_tokens");
+        let (groups, starts) = (self.groups, self.starts);
+        let (sizes, group) = (groups.sizes, groups.group());
+        sizes.check_starts(check, starts)?;
+        let (hidden, tokens) = (sizes.hidden, starts[sizes.groups]);
+        let own = starts[group + 1] - starts[group];
+        check.size("values", own * hidden, self.values.len())?;
+        check.size("out", tokens * hidden, self.out.len())?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let (mut residual, mut norm_weight, mut eps) = (DevicePtrMut::NULL, DevicePtr::NULL, 0.0);
+        if let Some(mut norm) = self.norm {
+            check.size("residual", own * hidden, norm.residual.len())?;
+            check.size("norm weight", hidden, norm.weight.len())?;
+            (residual, norm_weight, eps) = (stream.output(&mut norm.residual), stream.input(&norm.weight), norm.eps);
+        }
+        let mut inboxes = [0; MAX_RANKS];
+        let place = groups.rank % sizes.group_ranks;
+        for (inbox, rows) in inboxes.iter_mut().zip(groups.rows.iter().skip(place).step_by(sizes.group_ranks)) {
+            *inbox = stream.peer(rows).address();
+        }
+        let args = Args {
+            inboxes,
+            epochs: stream.output(&mut groups.row_epochs.view_mut()),
+            host: groups.host_words(),
+            failed: stream.output(&mut groups.failed.view_mut()),
+            values: stream.input(&self.values),
+            residual,
+            norm_weight,
+            out: stream.output(&mut self.out),
+            starts: start_words(starts),
+            group: int(group),
+            groups: int(sizes.groups),
+            room: int(sizes.tokens),
+            hidden: int(hidden),
+            eps,
+            limit_ms: PeerGroup::limit_ms(),
+            padding: 0,
+        };
+        let threads = (hidden / 8).next_multiple_of(32) as u32;
+        // Blocks wait for each other across devices, so all must be resident: 64 registers a thread allow 1024.
+        let blocks = (kernels.multiprocessors * (1024 / threads)).min(tokens as u32);
+        // SAFETY: one thread for 8 values of a token, tokens below the checked ones; inboxes and epochs cover the sizes on every rank,
+        // and the groups, which outlive their kernels, keep the host words.
+        Ok(unsafe { kernels.gather_tokens.launch(stream, LaunchConfig::linear(blocks, threads), &args) }?)
+    }
+}

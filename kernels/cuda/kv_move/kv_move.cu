@@ -33,11 +33,8 @@ __device__ __forceinline__ uint32_t mix4(uint4 words, int at) {
 template <bool kToPages>
 __device__ __forceinline__ void kv_move(const KvMoveArgs& args) {
     __shared__ uint32_t partial[kThreads / 32];
-    uint64_t address = blockIdx.x < args.num_pieces ? args.pieces[blockIdx.x] : 0;
     for (int piece = blockIdx.x; piece < args.num_pieces; piece += gridDim.x) {
-        uint4* pages = reinterpret_cast<uint4*>(address);
-        // The table is in the host's memory, a microsecond or two away: the next address comes while this piece moves.
-        if (piece + gridDim.x < args.num_pieces) address = args.pieces[piece + gridDim.x];
+        uint4* pages = reinterpret_cast<uint4*>(args.pieces[piece]);
         uint4* staging = args.staging + static_cast<int64_t>(piece) * args.piece_words;
         const uint4* from = kToPages ? staging : pages;
         uint4* to = kToPages ? pages : staging;

@@ -1,6 +1,6 @@
 //! The transfer of one prompt's KV: shared by the step loop, which decides, the ranks, which hand over parts, and a task, which waits.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use kv::PageMap;
@@ -22,6 +22,14 @@ pub(crate) enum Command {
     Commit(FirstToken),
 }
 
+/// What a COMMIT waits for.
+#[derive(Debug, Default)]
+struct Ending {
+    /// Every rank has handed over all that it has.
+    is_handed_over: bool,
+    first: Option<FirstToken>,
+}
+
 /// One transfer.
 pub(crate) struct Handoff {
     pub(crate) ticket: Ticket,
@@ -29,7 +37,10 @@ pub(crate) struct Handoff {
     pub(crate) map: PageMap,
     sender: OnceLock<Box<dyn SendTicket>>,
     first_part_at: OnceLock<Instant>,
+    /// Of the rank that came last.
+    last_layer_at: Mutex<Option<Instant>>,
     failure: OnceLock<PrefillError>,
+    ending: Mutex<Ending>,
     cancel: CancellationToken,
     commands: mpsc::Sender<Command>,
 }
@@ -43,7 +54,9 @@ impl Handoff {
             map,
             sender: OnceLock::new(),
             first_part_at: OnceLock::new(),
+            last_layer_at: Mutex::default(),
             failure: OnceLock::new(),
+            ending: Mutex::default(),
             cancel: CancellationToken::new(),
             commands,
         };
@@ -67,9 +80,26 @@ impl Handoff {
         }
     }
 
-    /// Orders the COMMIT.
+    /// Orders the COMMIT. The token may be there before every rank has handed over its last layer: the order then waits for that.
     pub(crate) fn commit(&self, first: FirstToken) {
-        self.command(Command::Commit(first));
+        self.end(|ending| ending.first = Some(first));
+    }
+
+    /// Every rank has handed over the whole context, or has failed to.
+    pub(crate) fn handed_over(&self) {
+        self.end(|ending| ending.is_handed_over = true);
+    }
+
+    fn end(&self, note: impl FnOnce(&mut Ending)) {
+        let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
+        note(&mut ending);
+        // A context that was not handed over whole is not committed: the step loop finds the failure in its next turn.
+        if ending.is_handed_over
+            && self.failure.get().is_none()
+            && let Some(first) = ending.first.take()
+        {
+            self.command(Command::Commit(first));
+        }
     }
 
     fn command(&self, command: Command) {
@@ -100,6 +130,15 @@ impl Handoff {
 
     pub(crate) fn first_part_at(&self) -> Option<Instant> {
         self.first_part_at.get().copied()
+    }
+
+    /// A rank has computed the last layer of the context.
+    pub(crate) fn last_layer_computed(&self) {
+        *self.last_layer_at.lock().unwrap_or_else(PoisonError::into_inner) = Some(RuntimeClock.now());
+    }
+
+    pub(crate) fn last_layer_at(&self) -> Option<Instant> {
+        *self.last_layer_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The task: opens the ticket while the prompt waits and computes, then does what the step loop orders. Ends with one

@@ -10,10 +10,10 @@ use scheduler::{
     PrefillStep, TransferEnd,
 };
 use tokio::sync::{mpsc, oneshot};
-use transfer::{FirstToken, Receipt, TransferError};
+use transfer::{BatchTimes, FirstToken, Receipt, TransferError};
 use types::{DpGroup, FinishReason, Finished, Load, PageGroup, PrefillEvent, SampledToken, TicketId, Usage};
 use worker::status::pool_load;
-use worker::{Clock, LoadReport, MaskThreads, Next, Opening, Status, StepLoopFailure, Turn, WorkerMetrics};
+use worker::{Clock, LoadReport, MaskThreads, Next, Opening, Status, StepLoopFailure, TailTimes, Turn, WorkerMetrics};
 
 use crate::error::PrefillError;
 use crate::export::{Export, Exporter};
@@ -82,7 +82,6 @@ enum Room {
 
 /// A chunk in flight.
 struct Launched {
-    step: u64,
     ticket: TicketId,
     at: Instant,
 }
@@ -276,6 +275,16 @@ impl PrefillState {
                 let since = |start: Option<Instant>| start.map_or_else(Default::default, |start| now - start);
                 let transfer = since(job.handoff.as_ref().and_then(|handoff| handoff.first_part_at()));
                 let tail = since(job.computed_at);
+                let last_layer = job.handoff.as_ref().and_then(|handoff| handoff.last_layer_at());
+                if let Some((last_layer, batches)) = last_layer.zip(job.receipt.and_then(|receipt| receipt.batches)) {
+                    let BatchTimes { announced_at, landed_at } = batches;
+                    self.metrics.transfer_tail.observe(TailTimes {
+                        last_layer,
+                        announced_at,
+                        landed_at,
+                        joined_at: now,
+                    });
+                }
                 self.metrics.transfer_bytes.inc_by(kv_bytes);
                 self.metrics.transfer_seconds.observe(transfer.as_secs_f64());
                 self.metrics.transfer_tail_seconds.observe(tail.as_secs_f64());
@@ -316,7 +325,6 @@ impl PrefillState {
         let Some(launched) = self.launched.pop_front() else { return Ok(false) };
         let output = self.engine.collect()?;
         let now = clock.now();
-        self.exporter.end(launched.step);
         self.metrics.steps.inc();
         self.metrics.step_seconds.observe((now - launched.at).as_secs_f64());
         // Before its token is taken: a context that was not handed over whole is not committed.
@@ -367,12 +375,14 @@ impl PrefillState {
                 self.masks.mask(ticket, job.next_index, promise);
             }
             if let Some(handoff) = job.handoff.clone().filter(|_| publish_kv && job.failure.is_none()) {
-                self.exporter.begin(Export { step: number, handoff, tables, positions: positions.clone() });
+                let (positions, num_layers) = (positions.clone(), self.num_layers());
+                let ranks_left = self.engine.ranks().into();
+                self.exporter.begin(Export { step: number, handoff, tables, positions, num_layers, ranks_left });
             }
         }
         self.metrics.step_rows.observe(plan.rows.len() as f64);
         self.metrics.step_tokens.observe(positions.len() as f64);
-        self.launched.push_back(Launched { step: number, ticket, at: now });
+        self.launched.push_back(Launched { ticket, at: now });
         self.engine.launch(Arc::new(plan))?;
         Ok(())
     }

@@ -134,7 +134,16 @@ impl Device {
     /// # Errors
     /// `Driver` if the driver refuses.
     pub fn stream(&self) -> Result<Stream> {
-        Stream::new(self)
+        Stream::new(self, false)
+    }
+
+    /// As [`Self::stream`], but wherever a multiprocessor has room, blocks of its kernels come before those of other streams: for short
+    /// work beside long.
+    ///
+    /// # Errors
+    /// As [`Self::stream`].
+    pub fn urgent_stream(&self) -> Result<Stream> {
+        Stream::new(self, true)
     }
 
     fn attribute(&self, attribute: CUdevice_attribute) -> Result<u32> {

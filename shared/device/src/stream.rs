@@ -43,12 +43,16 @@ unsafe impl Send for StreamShared {}
 unsafe impl Sync for StreamShared {}
 
 impl Stream {
-    pub(crate) fn new(device: &Device) -> Result<Self> {
+    pub(crate) fn new(device: &Device, urgent: bool) -> Result<Self> {
         device.shared.bind()?;
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: a plain out-pointer and a current context.
-        let code = unsafe { sys::cuStreamCreate(&raw mut raw, CUstream_flags::CU_STREAM_NON_BLOCKING as u32) };
-        check("cuStreamCreate", code)?;
+        let (mut raw, mut least, mut greatest) = (std::ptr::null_mut(), 0, 0);
+        // SAFETY: plain out-pointers and a current context.
+        let code = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
+        check("cuCtxGetStreamPriorityRange", code)?;
+        let (flags, priority) = (CUstream_flags::CU_STREAM_NON_BLOCKING as u32, if urgent { greatest } else { least });
+        // SAFETY: as above.
+        let code = unsafe { sys::cuStreamCreateWithPriority(&raw mut raw, flags, priority) };
+        check("cuStreamCreateWithPriority", code)?;
         let shared = Arc::new(StreamShared {
             device: device.shared.clone(),
             raw,

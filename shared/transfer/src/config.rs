@@ -29,8 +29,9 @@ pub struct TransferConfig {
     pub batch_bytes_max: u32,
     /// Thread blocks that copy between pages and staging: each takes a multiprocessor from the step that runs beside it.
     pub copy_blocks: u32,
-    /// Multiprocessors that NCCL may take for one transfer.
-    pub nccl_max_ctas: u32,
+    /// Thread blocks that NCCL may have for one pair of GPUs; by default as many as NCCL chooses. A decode step waits as much for few as for many,
+    /// so the time in which it waits should be short; fewer blocks save memory (600 MB a pair by default on NVLink, 80 MB with 4).
+    pub nccl_max_ctas: Option<u32>,
     /// One in so many batches between devices has its checksums compared: 1 all, 0 none. (Parts in frames always have.)
     pub checksum_every: u32,
     /// Two GPUs between which less comes through are not used: something is not as it should be (see `docs/gpu.md`).
@@ -128,7 +129,7 @@ impl Default for TransferConfig {
             setup_timeout_ms: 30_000,
             batch_bytes_max: 16 << 20,
             copy_blocks: 16,
-            nccl_max_ctas: 4,
+            nccl_max_ctas: None,
             checksum_every: 16,
             min_gb_per_s: 100,
             allow_slow: false,
@@ -169,7 +170,7 @@ impl TransferConfig {
         if !(4 << 10..=1 << 28).contains(&self.batch_bytes_max) {
             return Err(format!("batch_bytes_max is {}, allowed is 4096 to {}", self.batch_bytes_max, 1 << 28));
         }
-        let blocks = [("copy_blocks", self.copy_blocks), ("nccl_max_ctas", self.nccl_max_ctas)];
+        let blocks = [("copy_blocks", self.copy_blocks), ("nccl_max_ctas", self.nccl_max_ctas.unwrap_or(1))];
         if let Some((field, value)) = blocks.into_iter().find(|(_, value)| !(1..=64).contains(value)) {
             return Err(format!("{field} is {value}, allowed is 1 to 64"));
         }

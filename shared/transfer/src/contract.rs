@@ -28,6 +28,7 @@
 //! says; everything else is the same.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -81,6 +82,17 @@ pub struct Receipt {
     pub num_parts: u32,
     /// Their bytes.
     pub kv_bytes: u64,
+    /// When the bytes went, if a data path moved them.
+    pub batches: Option<BatchTimes>,
+}
+
+/// When the batches of one ticket went, by this side's clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchTimes {
+    /// The last one was announced.
+    pub announced_at: Instant,
+    /// The receiver's word came that the last one lies in its pages.
+    pub landed_at: Instant,
 }
 
 /// Prefill's side: opens lanes.

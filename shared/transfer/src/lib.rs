@@ -19,8 +19,8 @@ pub mod lanes;
 
 pub use config::{HoldAt, TransferConfig, TransportChoice};
 pub use contract::{
-    Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, Carries, CommitReply, EndCause, FirstToken, Part, Receipt,
-    ReceiveTransport, Revoked, SendLane, SendTicket, SendTransport, SinkClosed,
+    Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, BatchTimes, Carries, CommitReply, EndCause, FirstToken, Part,
+    Receipt, ReceiveTransport, Revoked, SendLane, SendTicket, SendTransport, SinkClosed,
 };
 pub use error::{AbortReason, LossCause, TransferError};
 pub use lanes::Lanes;

@@ -23,7 +23,7 @@ pub use config::{EngineConfig, ModelSource, NumericsConfig, StepLoopConfig, Weig
 pub use error::WorkerError;
 pub use link::{NetworkConnector, advertised, serve_kv};
 pub use masks::{MaskThreads, Opening};
-pub use metrics::WorkerMetrics;
+pub use metrics::{TailTimes, WorkerMetrics};
 pub use model_load::{LoadedModel, OpenModel, PagesWanted};
 pub use runtime::Runtime;
 pub use service::WorkerService;

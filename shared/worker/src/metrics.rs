@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use chassis::Metrics;
 use chassis::metrics::seconds_buckets;
@@ -34,6 +35,67 @@ pub struct CauseLabel {
     pub cause: &'static str,
 }
 
+/// A label `part`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PartLabel {
+    part: &'static str,
+}
+
+/// The end of one transfer, by prefill's clock, in this order.
+#[derive(Debug, Clone, Copy)]
+pub struct TailTimes {
+    /// The prompt's last layer was computed.
+    pub last_layer: Instant,
+    /// Its last KV lay in staging and was announced.
+    pub announced_at: Instant,
+    /// The decode worker said that all of it lies in its pages.
+    pub landed_at: Instant,
+    /// The decode worker's acknowledgement of COMMIT was noted: the sequence has joined its batch.
+    pub joined_at: Instant,
+}
+
+/// What a transfer takes behind a prompt's last layer, where devices move KV.
+#[derive(Clone)]
+pub struct TransferTail {
+    complete: Histogram,
+    parts: Family<PartLabel, Histogram, fn() -> Histogram>,
+}
+
+impl TransferTail {
+    fn new(metrics: &Metrics) -> Self {
+        Self {
+            complete: metrics.histogram(
+                "transfer_complete_seconds",
+                "Seconds from a prompt's last layer to the decode worker's word that its KV is complete (prefill)",
+                tail_buckets(),
+            ),
+            parts: metrics.register(
+                "transfer_tail_part_seconds",
+                "Seconds from a prompt's last layer to the announcement of its last KV, from there until it has landed, and from there until \
+                 the sequence has joined (prefill)",
+                Family::new_with_constructor(|| Histogram::new(tail_buckets())),
+            ),
+        }
+    }
+
+    /// Adds one transfer.
+    pub fn observe(&self, times: TailTimes) {
+        let TailTimes { last_layer, announced_at, landed_at, joined_at } = times;
+        let seconds = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64();
+        self.complete.observe(seconds(last_layer, landed_at));
+        let parts =
+            [("announce", last_layer, announced_at), ("land", announced_at, landed_at), ("join", landed_at, joined_at)];
+        for (part, from, to) in parts {
+            self.parts.get_or_create(&PartLabel { part }).observe(seconds(from, to));
+        }
+    }
+}
+
+/// 50 µs to 100 ms, doubling.
+fn tail_buckets() -> impl Iterator<Item = f64> {
+    (0..12).map(|exponent| 5e-5 * f64::from(1_u32 << exponent))
+}
+
 /// Handles to the worker's metrics. Cheap to clone.
 #[derive(Clone)]
 pub struct WorkerMetrics {
@@ -53,6 +115,8 @@ pub struct WorkerMetrics {
     pub first_token_seconds: Histogram,
     /// Seconds from a prompt's token to the acknowledgement of its KV (prefill).
     pub transfer_tail_seconds: Histogram,
+    /// What of that is what (prefill).
+    pub transfer_tail: TransferTail,
     /// Transfers that ended without a commit, by cause.
     pub transfer_failures: Family<CauseLabel, Counter>,
     /// Requests that ended without an answer, by cause.
@@ -90,6 +154,7 @@ impl WorkerMetrics {
                 "Seconds from a prompt's token to the acknowledgement of its KV",
                 seconds_buckets(),
             ),
+            transfer_tail: TransferTail::new(metrics),
             transfer_failures: metrics.counters("transfer_failures", "KV transfers that ended without a commit"),
             request_failures: metrics.counters("request_failures", "Requests that ended without an answer"),
             preemptions: metrics.counter("preemptions", "Sequences that gave way for lack of pages"),

@@ -232,9 +232,8 @@ impl CudaRank {
         batch.is_plain_decode() && self.collective.is_recordable() && self.model.probe.is_none()
     }
 
-    /// Runs the layers as a graph, or kernel by kernel. Yields, for a step that publishes, an event for each batch of
-    /// layers.
-    fn run(&mut self, batch: &mut Batch) -> Result<Vec<Event>, EngineError> {
+    /// Runs the layers as a graph, or kernel by kernel. Yields, for a step that publishes, groups of layers: the end of each, and its event.
+    fn run(&mut self, batch: &mut Batch) -> Result<Vec<(usize, Event)>, EngineError> {
         let stream = self.gpu.stream.clone();
         let mut published = Vec::new();
         if self.is_recorded(batch) {
@@ -251,8 +250,9 @@ impl CudaRank {
         let mut forward = self.forward(batch, batch.max_context);
         forward.layers(|gpu, layer| {
             let end = layer + 1;
-            if publishes && (end.is_multiple_of(publish_layers) || end == num_layers) {
-                published.push(gpu.stream.record()?);
+            // The last layer goes alone: what is sent behind the forward pass is as little as can be.
+            if publishes && (end.is_multiple_of(publish_layers) || end + 1 >= num_layers) {
+                published.push((end, gpu.stream.record()?));
             }
             Ok(())
         })?;
@@ -295,14 +295,14 @@ impl CudaRank {
 
     /// Hands layers to the listener as they complete. Waits for the step's last layer: pages that later steps free and
     /// fill again are read before.
-    fn publish(&self, plan: &StepPlan, events: Vec<Event>) -> Result<(), EngineError> {
-        let (Some(listener), layers) = (&self.listener, self.model.config.num_layers) else { return Ok(()) };
+    fn publish(&self, plan: &StepPlan, groups: Vec<(usize, Event)>) -> Result<(), EngineError> {
+        let Some(listener) = &self.listener else { return Ok(()) };
         let reader = CacheReader { cache: &self.cache, stream: &self.copies };
-        for (i, event) in events.iter().enumerate() {
+        let mut start = 0;
+        for (end, event) in groups {
             event.wait()?;
-            let start = i * self.publish_layers;
-            let end = (start + self.publish_layers).min(layers);
             listener.layers_ready(self.model.plan.rank as u32, plan, start as u32..end as u32, &reader);
+            start = end;
         }
         Ok(())
     }

@@ -181,7 +181,9 @@ fn a_listener_sees_each_layer_once_with_its_keys_and_values() {
         return;
     }
     for options in spreads().into_iter().filter(|options| options.layout.dp == 1) {
-        for (publish_layers, ranges) in [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4])] {
+        for (publish_layers, ranges) in
+            [(None, vec![0..1, 1..2, 2..3, 3..4]), (Some(3), vec![0..3, 3..4]), (Some(4), vec![0..3, 3..4])]
+        {
             publishes(CudaOptions { publish_layers, ..options.clone() }, &ranges);
         }
     }

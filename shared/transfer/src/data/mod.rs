@@ -137,6 +137,9 @@ pub trait SendDataLane: Send + Sync {
 
 /// A gather under way.
 pub trait Gathering: Send {
+    /// Whether [`Self::wait`] would return at once.
+    fn is_done(&self) -> bool;
+
     /// Waits until the bytes are in staging, and the pages may change. Yields the checksums, if they were wanted.
     ///
     /// # Errors

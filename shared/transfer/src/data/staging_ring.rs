@@ -18,7 +18,7 @@ struct Piece<T> {
     start: usize,
     is_over: bool,
     /// Dropped when the bytes are free again.
-    _held: T,
+    held: T,
 }
 
 impl<T> StagingRing<T> {
@@ -41,15 +41,21 @@ impl<T> StagingRing<T> {
             Some(oldest) => (self.head + len < oldest.start).then_some(self.head)?,
         };
         self.head = start + len;
-        self.pieces.push_back(Piece { id, start, is_over: false, _held: held });
+        self.pieces.push_back(Piece { id, start, is_over: false, held });
         Some(start)
     }
 
     /// Piece `id` is over; whether there was one. Its bytes are free once all older pieces are over.
     pub(crate) fn give_back(&mut self, id: u64) -> bool {
+        self.give_back_with(id, |_| ())
+    }
+
+    /// As [`Self::give_back`], and shows what the piece holds.
+    pub(crate) fn give_back_with(&mut self, id: u64, look: impl FnOnce(&T)) -> bool {
         let found = self.pieces.iter_mut().find(|piece| piece.id == id && !piece.is_over);
         let Some(piece) = found else { return false };
         piece.is_over = true;
+        look(&piece.held);
         while self.pieces.front().is_some_and(|piece| piece.is_over) {
             self.pieces.pop_front();
         }

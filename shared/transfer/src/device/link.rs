@@ -40,7 +40,7 @@ impl Link {
     /// Blocks until the other end has joined, within `setup_timeout_ms`.
     pub(super) fn join(port: &KvPort, id: &UniqueId, sends: bool, config: &TransferConfig) -> Result<Self, DataError> {
         let config = CommunicatorConfig {
-            max_ctas: Some(config.nccl_max_ctas),
+            max_ctas: config.nccl_max_ctas,
             name: "damask-kv".into(),
             init_timeout: config.setup_timeout(),
             call_timeout: config.setup_timeout(),

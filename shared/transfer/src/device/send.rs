@@ -34,6 +34,7 @@ struct Rank {
     port: KvPort,
     layout: KvLayout,
     blocks: u32,
+    /// Gathers, which are short: beside a forward pass they need not wait for room.
     stream: Stream,
     kernels: KvKernels,
     tables: Mutex<Vec<KvTable>>,
@@ -56,7 +57,7 @@ impl DeviceSend {
             Ok(Rank {
                 layout: layout.clone(),
                 blocks: config.copy_blocks,
-                stream: port.device.stream()?,
+                stream: port.device.urgent_stream()?,
                 kernels: KvKernels::load(&port.device)?,
                 tables: Mutex::default(),
                 counters: Arc::clone(counters),
@@ -181,6 +182,10 @@ struct DeviceGathering {
 }
 
 impl Gathering for DeviceGathering {
+    fn is_done(&self) -> bool {
+        self.moving.is_done()
+    }
+
     fn wait(self: Box<Self>) -> Result<Vec<u32>, DataError> {
         let Self { ranks, index, start, moving, checksums } = *self;
         let (rank, end) = (&ranks[index], moving.event().clone());

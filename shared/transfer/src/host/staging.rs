@@ -3,14 +3,20 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use kv::KvSlice;
 use tokio::sync::OwnedSemaphorePermit;
 use types::{DpGroup, KvLayout, PageId, TicketId};
 
 use crate::config::{Hold, HoldAt, TransferConfig};
+use crate::contract::BatchTimes;
 use crate::data::{BATCH_SLICES_MAX, Batch, DataError, Gathering, SendDataLane, StagedSlice, StagingRing};
 use crate::frame::Frame;
+
+/// Batches that a hand-over is cut into, at least, unless they would be smaller than this: a batch has costs of its own, about 20 us on each side.
+const HAND_OVER_BATCHES: usize = 4;
+const BATCH_BYTES_MIN: usize = 2 << 20;
 
 pub(super) struct Staging {
     lane: Arc<dyn SendDataLane>,
@@ -27,9 +33,40 @@ pub(super) struct Staging {
     last: Mutex<(TicketId, u32)>,
 }
 
+/// How far the batches of one ticket have come.
+#[derive(Default)]
+pub(super) struct Progress(Mutex<(Option<Instant>, Option<Instant>)>);
+
+impl Progress {
+    /// Once all that was announced has landed: when the last batch was announced, and when the receiver's word on the last one came.
+    pub(super) fn times(&self) -> Option<BatchTimes> {
+        let (announced_at, landed_at) = *lock(&self.0);
+        Some(BatchTimes { announced_at: announced_at?, landed_at: landed_at? })
+    }
+
+    fn announced(&self) {
+        lock(&self.0).0 = Some(now());
+    }
+
+    fn landed(&self) {
+        lock(&self.0).1 = Some(now());
+    }
+}
+
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
+/// What bytes of staging stand for.
+struct Held {
+    progress: Arc<Progress>,
+    /// Their room in the lane.
+    _room: OwnedSemaphorePermit,
+}
+
 struct Rank {
-    /// Bytes in use, each with its room in the lane.
-    ring: Mutex<StagingRing<OwnedSemaphorePermit>>,
+    /// Bytes in use.
+    ring: Mutex<StagingRing<Held>>,
     /// Gathers under way, oldest first. Held while batches are announced, so that they are sent in the same order.
     gathers: Mutex<VecDeque<Gather>>,
 }
@@ -37,6 +74,7 @@ struct Rank {
 struct Gather {
     batch: Batch,
     bytes: usize,
+    progress: Arc<Progress>,
     gathering: Box<dyn Gathering>,
 }
 
@@ -93,7 +131,7 @@ impl Staging {
     }
 
     /// Cuts slices for attention group `group` of the receiver, which are sorted by heads, where the receiver's rank or their size changes,
-    /// and where a batch is full.
+    /// and where a batch is full or a quarter of the hand-over: while one batch is moved the next is gathered and the one before scattered.
     pub(super) fn cut<'a>(
         &self,
         rank: u32,
@@ -114,17 +152,37 @@ impl Staging {
                 let most = self.batch_bytes_max;
                 return Err(DataError(format!("a slice of {slice_bytes} bytes, batch_bytes_max is {most}")));
             }
-            let most = (self.batch_bytes_max / slice_bytes).min(BATCH_SLICES_MAX);
-            cuts.extend(run.chunks(most).map(|slices| Cut { rank, receiver_rank, slices, slice_bytes }));
+            let batch_bytes =
+                (run.len() * slice_bytes / HAND_OVER_BATCHES).max(BATCH_BYTES_MIN).min(self.batch_bytes_max);
+            let most = (batch_bytes / slice_bytes).clamp(1, BATCH_SLICES_MAX);
+            // Moves begin behind the first gather, and all ends with the last scatter: these two are smaller.
+            let edge = (most / HAND_OVER_BATCHES).max(BATCH_BYTES_MIN / slice_bytes).clamp(1, most);
+            let mut rest = run;
+            while !rest.is_empty() {
+                let len = match rest.len() {
+                    left if left == run.len() || left <= edge => edge.min(left),
+                    left => (left - edge).min(most),
+                };
+                let (slices, behind) = rest.split_at(len);
+                cuts.push(Cut { rank, receiver_rank, slices, slice_bytes });
+                rest = behind;
+            }
         }
         Ok(cuts)
     }
 
     /// Starts to copy a batch into staging.
-    pub(super) fn gather(&self, ticket: TicketId, cut: &Cut<'_>, room: OwnedSemaphorePermit) -> Result<(), DataError> {
+    pub(super) fn gather(
+        &self,
+        ticket: TicketId,
+        cut: &Cut<'_>,
+        room: OwnedSemaphorePermit,
+        progress: &Arc<Progress>,
+    ) -> Result<(), DataError> {
         let id = self.next_batch.fetch_add(1, Ordering::Relaxed);
         let rank = &self.ranks[cut.rank as usize];
-        let offset = lock(&rank.ring).take(id, cut.bytes(), room);
+        let held = Held { progress: Arc::clone(progress), _room: room };
+        let offset = lock(&rank.ring).take(id, cut.bytes(), held);
         let offset = offset.ok_or_else(|| DataError(format!("no {} bytes of staging in a row", cut.bytes())))?;
         let is_checked = self.checksum_every > 0 && id.is_multiple_of(self.checksum_every);
         let gathering = self.lane.gather(cut.rank, offset, cut.slices, is_checked).inspect_err(|_| {
@@ -139,20 +197,30 @@ impl Staging {
             slices: cut.slices.iter().map(|(slice, _)| StagedSlice { slice: *slice, checksum: 0 }).collect(),
             is_checked,
         };
-        lock(&rank.gathers).push_back(Gather { batch, bytes: cut.bytes(), gathering });
+        let progress = Arc::clone(progress);
+        lock(&rank.gathers).push_back(Gather { batch, bytes: cut.bytes(), progress, gathering });
         Ok(())
     }
 
-    /// Waits for the gathers of a rank and announces each batch as its bytes are in staging. `fail` ends the lane.
-    pub(super) fn announce(&self, rank: u32, send: &dyn Fn(Frame), fail: &dyn Fn(&DataError)) -> Result<(), DataError> {
+    /// Announces the batches of a rank, each once its bytes are in staging: those that are there by now, or with `waits` all. `fail` ends the
+    /// lane.
+    pub(super) fn announce(
+        &self,
+        rank: u32,
+        waits: bool,
+        send: &dyn Fn(Frame),
+        fail: &dyn Fn(&DataError),
+    ) -> Result<(), DataError> {
         let rank = &self.ranks[rank as usize];
         let mut gathers = lock(&rank.gathers);
-        while let Some(Gather { mut batch, bytes, gathering }) = gathers.pop_front() {
+        while gathers.front().is_some_and(|oldest| waits || oldest.gathering.is_done()) {
+            let Some(Gather { mut batch, bytes, progress, gathering }) = gathers.pop_front() else { break };
             let checksums = gathering.wait().inspect_err(|_| {
                 lock(&rank.ring).give_back(batch.id);
             })?;
             batch.slices.iter_mut().zip(checksums).for_each(|(staged, checksum)| staged.checksum = checksum);
             self.hold.hold_here(self.point(batch.ticket));
+            progress.announced();
             send(Frame::Batch(batch.clone()));
             self.lane.announced(&batch, bytes).inspect_err(fail)?;
         }
@@ -172,7 +240,7 @@ impl Staging {
 
     /// A batch's bytes are free again; whether there was one.
     pub(super) fn landed(&self, batch: u64) -> bool {
-        self.ranks.iter().any(|rank| lock(&rank.ring).give_back(batch))
+        self.ranks.iter().any(|rank| lock(&rank.ring).give_back_with(batch, |held| held.progress.landed()))
     }
 
     pub(super) fn close(&self) {

@@ -11,6 +11,7 @@ use tokio::time::timeout;
 use types::{DpGroup, PageId, TicketId};
 
 use super::lane::{Answer, LaneShared, Outgoing};
+use super::staging::Progress;
 use crate::config::HoldAt;
 use crate::contract::{Carries, FirstToken, Part, Receipt, SendTicket};
 use crate::data::DataError;
@@ -27,6 +28,8 @@ pub(super) struct HostTicket {
     reserved: Mutex<Vec<OwnedSemaphorePermit>>,
     parts: AtomicU64,
     kv_bytes: AtomicU64,
+    /// Of its batches, if a data path moves its bytes.
+    progress: Arc<Progress>,
     /// Set when ABORT is queued, or COMMIT answered: dropping the handle then has nothing to say.
     is_terminal: AtomicBool,
 }
@@ -34,8 +37,8 @@ pub(super) struct HostTicket {
 impl HostTicket {
     pub(super) fn new(id: TicketId, group: DpGroup, lane: Arc<LaneShared>, answers: watch::Receiver<Answer>) -> Self {
         let (parts, kv_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
-        let (reserved, is_terminal) = (Mutex::default(), AtomicBool::new(false));
-        Self { id, group, lane, answers, reserved, parts, kv_bytes, is_terminal }
+        let (progress, is_terminal) = (Arc::default(), AtomicBool::new(false));
+        Self { id, group, lane, answers, reserved: Mutex::default(), parts, kv_bytes, progress, is_terminal }
     }
 
     pub(super) async fn wait(
@@ -186,20 +189,24 @@ impl SendTicket for HostTicket {
         let mut slices = slices.to_vec();
         // By ranks of the receiver; otherwise as they come.
         slices.sort_by_key(|(slice, _)| slice.head_start);
-        let cuts = staging.cut(rank, self.group, &slices).map_err(|cause| self.data_error(cause));
-        let gathered = cuts.and_then(|cuts| {
-            cuts.iter().try_for_each(|cut| {
-                let room = self.take_room(rank as usize, cut.bytes())?;
-                staging.gather(self.id, cut, room).map_err(|cause| self.data_error(cause))?;
-                self.count(cut.len(), cut.bytes());
-                Ok(())
-            })
-        });
+        let fail = |cause: &DataError| self.lane.fail(LossCause::DataPath(cause.clone()));
+        let announce = |waits| {
+            let announced = staging.announce(rank, waits, &|frame| self.lane.send(frame), &fail);
+            announced.map_err(|cause| self.data_error(cause))
+        };
+        let gathered =
+            staging.cut(rank, self.group, &slices).map_err(|cause| self.data_error(cause)).and_then(|cuts| {
+                cuts.iter().try_for_each(|cut| {
+                    let room = self.take_room(rank as usize, cut.bytes())?;
+                    let gathered = staging.gather(self.id, cut, room, &self.progress);
+                    gathered.map_err(|cause| self.data_error(cause))?;
+                    self.count(cut.len(), cut.bytes());
+                    announce(false)
+                })
+            });
         // What was begun is waited for, and announced, whatever came after it. A batch is never left out because its ticket is over: both sides
         // count on each one.
-        let fail = |cause: &DataError| self.lane.fail(LossCause::DataPath(cause.clone()));
-        let announced = staging.announce(rank, &|frame| self.lane.send(frame), &fail);
-        gathered.and(announced.map_err(|cause| self.data_error(cause)))
+        gathered.and(announce(true))
     }
 
     fn ended(&self) -> Option<TransferError> {
@@ -217,7 +224,7 @@ impl SendTicket for HostTicket {
             }
             self.reserved().clear();
             let num_parts = self.parts.load(Ordering::Relaxed) as u32;
-            let receipt = Receipt { num_parts, kv_bytes: self.kv_bytes.load(Ordering::Relaxed) };
+            let kv_bytes = self.kv_bytes.load(Ordering::Relaxed);
             let (written, departed) = oneshot::channel();
             let frame = Frame::Commit { ticket: self.id, num_parts, first };
             let _ = self.lane.queue.send(Outgoing { written: Some(written), ..Outgoing::control(frame) });
@@ -232,7 +239,8 @@ impl SendTicket for HostTicket {
                     if let Some(pause) = self.lane.config.hold().at(HoldAt::Commit) {
                         tokio::time::sleep(pause).await;
                     }
-                    Ok(receipt)
+                    // LANDED of each batch came before COMMITTED.
+                    Ok(Receipt { num_parts, kv_bytes, batches: self.progress.times() })
                 }
             }
         }

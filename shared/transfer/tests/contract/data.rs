@@ -163,6 +163,10 @@ struct DamagedGathering {
 }
 
 impl Gathering for DamagedGathering {
+    fn is_done(&self) -> bool {
+        self.inner.is_done()
+    }
+
     fn wait(self: Box<Self>) -> Result<Vec<u32>, DataError> {
         let checksums = self.inner.wait()?;
         Ok(checksums.iter().zip(&self.bits).map(|(checksum, bits)| checksum ^ bits).collect())

@@ -116,6 +116,8 @@ async fn commit_follows_all_parts(factory: Factory) {
     let receipt = receipt.unwrap();
     assert!(receipt.num_parts as usize >= parts.len());
     assert_eq!(receipt.kv_bytes, u64::from(receipt.num_parts) * layout(1).head_bytes() as u64);
+    assert_eq!(receipt.batches.is_some(), world.caches.is_some());
+    assert!(receipt.batches.is_none_or(|times| times.announced_at <= times.landed_at));
     let wanted: BTreeSet<_> = parts.iter().map(|part| part.slice).collect();
     assert_eq!(slices.into_iter().collect::<BTreeSet<_>>(), wanted);
     drop(ticket);

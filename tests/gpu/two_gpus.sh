@@ -1,0 +1,149 @@
+#!/usr/bin/env bash
+# Runs what a machine with two GPUs can show of Damask, prints the tables and a line PASS or FAIL for each gate, and exits with 1 for a FAIL.
+#
+#   tests/gpu/two_gpus.sh build DIR              here: builds the binaries, strips them, and puts them into DIR
+#   tests/gpu/two_gpus.sh run DIR OUT [PART..]   there: runs parts, all by default, from a checkout; builds nothing. OUT receives logs and tables
+#
+# Needs bash, python3 (its standard library) and NCCL where the loader finds it. Parts, with minutes on two H200:
+#   doctor     0.5  damask doctor
+#   contract   1    the transport contract over every transport, NCCL included
+#   kernels    1.5  tests of the kernels on one card and of the driver's wrappers on the other, then of kernels over both
+#   engine     2    tests of the CUDA engine, in every layout of up to four ranks
+#   chat       6    gpt-oss-nano's chat cases by four services in every layout, over auto and nccl
+#   kills      4    20 kills over the phases of a transfer, by ipc on one card and by nccl on two, at the same time
+#   path       0.5  KV between idle cards: tail and rate
+#   load       1.5  KV beside a decoding batch: tail, decode step and first token
+#   all-reduce 0.5  sums between the cards, beside NCCL's
+#   sweep      3    steps of 20b and 120b with TP1 (a shape a card), TP2, EP2 TP2 and DP2 EP2
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+PARTS=(doctor contract kernels engine chat kills path load all-reduce sweep)
+
+build() {
+    mkdir -p "$1"
+    cargo build --release
+    cp target/release/damask "$1/damask"
+    { cargo test --release -p device -p kernels --no-run --message-format=json
+      cargo test --release -p engine --test cuda --no-run --message-format=json
+      cargo test --release -p transfer --test contract --no-run --message-format=json
+      cargo bench -p kernels --no-run --message-format=json
+      cargo bench -p transfer --bench device_path --no-run --message-format=json; } | python3 "$here/gates.py" binaries "$1"
+    strip "$1"/*
+    ls -l "$1"
+}
+
+# gate OK WHAT: OK is an exit code.
+gate() {
+    if [ "$1" = 0 ]; then echo "PASS $2"; else echo "FAIL $2"; fi
+}
+
+# suite NAME COMMAND..: a binary of tests; its last line, and what failed.
+suite() {
+    local name=$1 code=0
+    shift
+    "$@" >"$out/$name.log" 2>&1 || code=$?
+    grep -E '^test .*FAILED|panicked at' "$out/$name.log" | head -n 20
+    gate "$code" "$name: $(grep -E '^test result' "$out/$name.log" | tail -n 1 || echo "exit code $code")"
+}
+
+doctor() {
+    local code=0
+    "$bin/damask" doctor --gpus 2 2>&1 || code=$?
+    gate "$code" "doctor"
+}
+
+contract() {
+    suite contract "$bin/contract" --test-threads 8
+}
+
+kernels() {
+    CUDA_VISIBLE_DEVICES=$(card 0) suite kernels "$bin/kernels" --test-threads 4 --skip peers &
+    CUDA_VISIBLE_DEVICES=$(card 1) suite driver "$bin/driver" --test-threads 1 &
+    wait
+    suite kernels-two-cards "$bin/kernels" peers --test-threads 1
+}
+
+engine() { suite engine "$bin/engine" --test-threads 1; }
+
+chat() { python3 "$here/kv_transfer.py" "$bin/damask" chat; }
+
+kills() {
+    python3 "$here/kv_transfer.py" "$bin/damask" --layout tp1-tp1-one-card --transport ipc kill >"$out/kills-ipc.md" 2>&1 &
+    python3 "$here/kv_transfer.py" "$bin/damask" --layout tp1-tp1 --transport nccl kill >"$out/kills-nccl.md" 2>&1 &
+    wait
+    cat "$out/kills-ipc.md" "$out/kills-nccl.md"
+}
+
+path() {
+    for way in 'ipc 0 1' 'ipc 0 0' 'nccl 0 1'; do
+        # shellcheck disable=SC2086
+        "$bin/device_path" $way context=131072 2>&1 | tee "$out/path-${way// /-}.md"
+        gate "${PIPESTATUS[0]}" "path $way"
+    done
+    python3 "$here/gates.py" path "$out/path-ipc-0-1.md"
+}
+
+load() { python3 "$here/kv_transfer.py" "$bin/damask" --layout tp1-tp1 --transport ipc load; }
+
+all-reduce() {
+    "$bin/bench" --bench all_reduce 2>&1 | tee "$out/all-reduce.md"
+    python3 "$here/gates.py" all-reduce "$out/all-reduce.md"
+}
+
+# sweep_one SHAPE TP EP DP [CARD]
+sweep_one() {
+    local name=$1-tp$2-ep$3-dp$4
+    [ -z "${5:-}" ] || export CUDA_VISIBLE_DEVICES=$5
+    "$bin/damask" sweep --shape "$1" --tp "$2" --ep "$3" --dp "$4" --prompts 1024,8192 --batches 1,8,32,128 --contexts 1024 \
+        --out "$out/sweep" --name "$name" >"$out/sweep-$name.log" 2>&1
+    gate $? "sweep $name: $(tail -n 1 "$out/sweep-$name.log")"
+}
+
+sweep() {
+    mkdir -p "$out/sweep"
+    (sweep_one 20b 1 1 1 "$(card 0)") &
+    (sweep_one 120b 1 1 1 "$(card 1)") &
+    wait
+    for shape in 20b 120b; do
+        sweep_one $shape 2 1 1
+        sweep_one $shape 2 2 1
+        sweep_one $shape 1 2 2
+        "$bin/damask" plan --gpu-hour-usd 4 "$out"/sweep/$shape-*.json
+    done
+    python3 "$here/gates.py" sweep "$out/sweep"
+}
+
+# The card of this number, as the driver counts them.
+card() {
+    local cards=${CUDA_VISIBLE_DEVICES:-0,1}
+    cut -d, -f$(($1 + 1)) <<<"$cards"
+}
+
+run() {
+    local parts=("${@:3}")
+    bin=$(cd "$1" && pwd) out=$2
+    [ ${#parts[@]} -gt 0 ] || parts=("${PARTS[@]}")
+    mkdir -p "$out"
+    for part in "${parts[@]}"; do
+        if ! [[ " ${PARTS[*]} " == *" $part "* ]]; then
+            echo "no part $part; there are ${PARTS[*]}" >&2
+            return 2
+        fi
+    done
+    for part in "${parts[@]}"; do
+        printf '\n## %s\n\n' "$part"
+        SECONDS=0
+        "$part" 2>&1 | tee "$out/$part.out"
+        echo "($part: $SECONDS s)"
+        grep -qE '^(PASS|FAIL) ' "$out/$part.out" || echo "FAIL $part: no gate was reached" | tee -a "$out/$part.out"
+    done
+    printf '\n## gates\n\n'
+    for part in "${parts[@]}"; do grep -E '^(PASS|FAIL) ' "$out/$part.out"; done | sort -s -k1,1 | tee "$out/gates.txt"
+    ! grep -q '^FAIL' "$out/gates.txt"
+}
+
+case "${1-}" in
+build) build "$2" ;;
+run) run "${@:2}" ;;
+*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac

@@ -43,7 +43,7 @@ MODES = {
     "cache fp8": dict(words=["kv=fp8"], runs=["free", "picks"]),
 }
 # The same over several ranks.
-LAYOUTS = {"TP2": ["tp=2"], "EP2 TP2": ["tp=2", "ep=2"], "DP2 EP2": ["dp=2", "ep=2"], "TP4": ["tp=4"], "EP4 TP4": ["tp=4", "ep=4"]}
+LAYOUTS = {"TP2": ["tp=2"], "EP2 TP2": ["tp=2", "ep=2"], "TP4": ["tp=4"], "EP4 TP4": ["tp=4", "ep=4"]}
 PROMPTS, CONTINUED = [100, 200, 300, 500, 700, 1000, 1500, 2000], 128
 NANO_STEPS = 128
 

@@ -1,4 +1,4 @@
-//! What `tests/reference/accuracy.py` asks of the CUDA engine, on one rank or, with `tp=`, `ep=` and `dp=`, on several.
+//! What `tests/reference/accuracy.py` asks of the CUDA engine, on one rank or, with `tp=` and `ep=`, on several.
 //!
 //! `accuracy trace ..` (see `trace`): logits, experts and router logits of given tokens, free, or with experts or
 //! layer inputs forced. `accuracy batch ..` (see `batch`): prompts continued alone and among others.
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// How the engine rounds, and over how many ranks it is spread: words `routing=f32`, `kv=fp8`, `tp=2`, `ep=2`, `dp=2`.
+/// How the engine rounds, and over how many ranks it is spread: words `routing=f32`, `kv=fp8`, `tp=2`, `ep=2`.
 #[derive(Debug, Clone, Copy)]
 struct Mode {
     routing: Precision,
@@ -45,7 +45,6 @@ impl Mode {
                 Some(("kv", "bf16")) => mode.kv_dtype = KvDtype::Bf16,
                 Some(("tp", ranks)) => mode.layout.tp = ranks.parse().with_context(|| word.clone())?,
                 Some(("ep", ranks)) => mode.layout.ep = ranks.parse().with_context(|| word.clone())?,
-                Some(("dp", groups)) => mode.layout.dp = groups.parse().with_context(|| word.clone())?,
                 Some(("routing" | "kv", _)) => bail!("{word}: known are routing=f32|bf16 and kv=fp8|bf16"),
                 _ => rest.push(word.as_str()),
             }

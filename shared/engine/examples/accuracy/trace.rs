@@ -1,4 +1,4 @@
-//! `accuracy trace MODEL_DIR TOKENS PROMPT OUT [routing=f32] [kv=fp8] [tp=N] [ep=N] [dp=N] RUN..`
+//! `accuracy trace MODEL_DIR TOKENS PROMPT OUT [routing=f32] [kv=fp8] [tp=N] [ep=N] RUN..`
 //!
 //! TOKENS is a file of little-endian u32. The first PROMPT of them are computed in chunks of 1024, the others one by one,
 //! as decode does. A RUN is `free`; or `picks=FILE`, with the experts of FILE (i32 `[layers, tokens, top]`) instead of
@@ -101,7 +101,7 @@ fn forced(run: &str, config: &ModelConfig, tokens: usize) -> Result<(Forced, &'s
 pub(crate) fn run(words: &[String]) -> Result<()> {
     let (mode, words) = Mode::take(words)?;
     let [model, tokens, prompt, out, runs @ ..] = &words[..] else {
-        bail!("arguments: MODEL_DIR TOKENS PROMPT OUT [routing=f32] [kv=fp8] [tp=N] [ep=N] [dp=N] RUN..");
+        bail!("arguments: MODEL_DIR TOKENS PROMPT OUT [routing=f32] [kv=fp8] [tp=N] [ep=N] RUN..");
     };
     let tokens: Vec<u32> = read(tokens)?;
     let config = match *model {

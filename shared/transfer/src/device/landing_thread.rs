@@ -20,8 +20,8 @@ const SLOTS: usize = 4;
 /// The way out of the staging of one rank of a sender.
 #[derive(Clone)]
 pub(super) enum Source {
-    /// It is mapped here. The streams run the copies of this pair in turns: between two copies of one stream the link would rest for 5 us.
-    Ipc { memory: SharedMemory, streams: [Stream; 2] },
+    /// It is mapped here. The stream runs the copies of this pair.
+    Ipc { memory: SharedMemory, stream: Stream },
     /// It is sent, so many bytes at most.
     Nccl { link: Arc<Link>, bytes: usize },
 }
@@ -35,10 +35,10 @@ impl Source {
         }
     }
 
-    /// Where the move into `slot` runs.
-    pub(super) fn stream(&self, slot: usize) -> &Stream {
+    /// Where its moves run.
+    pub(super) fn stream(&self) -> &Stream {
         match self {
-            Self::Ipc { streams, .. } => &streams[slot % streams.len()],
+            Self::Ipc { stream, .. } => stream,
             Self::Nccl { link, .. } => &link.stream,
         }
     }
@@ -77,7 +77,6 @@ impl LandingThread {
             free: (0..SLOTS).collect(),
             tables: Vec::new(),
             under_way: VecDeque::new(),
-            last_moved: None,
             blocks: config.copy_blocks,
             stream,
             port,
@@ -123,13 +122,10 @@ struct Worker {
     /// The same memory.
     staging: SharedMemory,
     slot_bytes: usize,
-    /// Longest free first, so that moves alternate between streams.
-    free: VecDeque<usize>,
+    free: Vec<usize>,
     tables: Vec<KvTable>,
     /// Oldest first; they end in this order.
     under_way: VecDeque<UnderWay>,
-    /// The end of the last move that was scattered.
-    last_moved: Option<Event>,
     blocks: u32,
     counters: Arc<DataCounters>,
 }
@@ -177,7 +173,7 @@ impl Worker {
         while self.free.is_empty() {
             self.end_oldest();
         }
-        let slot = *self.free.front().expect("one was waited for");
+        let slot = *self.free.last().expect("one was waited for");
         let moved = self.enqueue_move(&source, &batch, bytes, slot);
         let scattered = moved.and_then(|(start, moved)| {
             let scatter = pages.map(|pages| self.enqueue_scatter(&batch, &pages, &moved, slot)).transpose()?;
@@ -185,12 +181,12 @@ impl Worker {
         });
         match scattered {
             Ok((start, moved, scatter)) => {
-                self.free.pop_front();
+                self.free.pop();
                 self.under_way.push_back(UnderWay { slot, scatter, start, moved, batch, bytes, source, done });
             }
             Err(error) => {
                 // Part of it may have been enqueued. What cannot be waited for is a broken stream, which runs nothing.
-                let _ = source.stream(slot).synchronize();
+                let _ = source.stream().synchronize();
                 let _ = self.stream.synchronize();
                 done(Taken::Failed(error));
             }
@@ -208,7 +204,7 @@ impl Worker {
             return Err(DataError(format!("a batch of {bytes} bytes, batch_bytes_max is {} here", self.slot_bytes)));
         }
         let offset = slot * self.slot_bytes;
-        let stream = source.stream(slot);
+        let stream = source.stream();
         let start = stream.record()?;
         match source {
             Source::Ipc { memory, .. } => {
@@ -248,7 +244,7 @@ impl Worker {
         let Some(oldest) = self.under_way.pop_front() else { return };
         let UnderWay { slot, scatter, start, moved, batch, bytes, source, done } = oldest;
         let outcome = self.wait(scatter, &start, &moved, &batch, bytes);
-        self.free.push_back(slot);
+        self.free.push(slot);
         match (outcome, &source) {
             (Err(error), _) => done(Taken::Failed(error)),
             (Ok(_), Source::Nccl { link, .. }) if link.is_aborted() => {
@@ -272,12 +268,7 @@ impl Worker {
         };
         let scattered = scatter.event().clone();
         let table = scatter.wait()?;
-        // Two moves share the link: the time of one counts from the end of the one before.
-        let alone_us = match self.last_moved.replace(moved.clone()) {
-            Some(last) => moved.elapsed_us(&last)?.max(0.0),
-            None => f64::INFINITY,
-        };
-        self.counters.passed(Stage::Move, bytes, moved.elapsed_us(start)?.min(alone_us));
+        self.counters.passed(Stage::Move, bytes, moved.elapsed_us(start)?);
         self.counters.passed(Stage::Scatter, bytes, scattered.elapsed_us(moved)?);
         let mut taken = Taken::Whole;
         if batch.is_checked {

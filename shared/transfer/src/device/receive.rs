@@ -59,8 +59,8 @@ impl DeviceReceive {
         let mut target = port.device.stream()?.allocate::<u8>(probe_bytes)?;
         let source = match path {
             Path::Ipc => {
-                let streams = [port.device.stream()?, port.device.stream()?];
-                Source::Ipc { memory: SharedMemory::import(&port.device, &handle.handle, bytes)?, streams }
+                let stream = port.device.stream()?;
+                Source::Ipc { memory: SharedMemory::import(&port.device, &handle.handle, bytes)?, stream }
             }
             Path::Nccl => {
                 let id = ids.next().ok_or_else(|| DataError("a pair without a communicator".into()))?;
@@ -92,10 +92,10 @@ impl DeviceReceive {
 
 /// Microseconds that it takes to fill `target`.
 fn probe(source: &Source, target: &mut DeviceBuffer<u8>) -> Result<f64, DataError> {
-    let (stream, bytes) = (source.stream(0), target.len());
+    let (stream, bytes) = (source.stream(), target.len());
     let start = stream.record()?;
     match source {
-        Source::Ipc { memory, .. } => {
+        Source::Ipc { memory, stream } => {
             let target = target.shared();
             // SAFETY: both live until the event below has passed; nothing else knows the target, and what the sender writes to its staging
             // meanwhile does not matter: nobody looks at the bytes.

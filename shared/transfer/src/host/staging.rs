@@ -155,18 +155,7 @@ impl Staging {
             let batch_bytes =
                 (run.len() * slice_bytes / HAND_OVER_BATCHES).max(BATCH_BYTES_MIN).min(self.batch_bytes_max);
             let most = (batch_bytes / slice_bytes).clamp(1, BATCH_SLICES_MAX);
-            // Moves begin behind the first gather, and all ends with the last scatter: these two are smaller.
-            let edge = (most / HAND_OVER_BATCHES).max(BATCH_BYTES_MIN / slice_bytes).clamp(1, most);
-            let mut rest = run;
-            while !rest.is_empty() {
-                let len = match rest.len() {
-                    left if left == run.len() || left <= edge => edge.min(left),
-                    left => (left - edge).min(most),
-                };
-                let (slices, behind) = rest.split_at(len);
-                cuts.push(Cut { rank, receiver_rank, slices, slice_bytes });
-                rest = behind;
-            }
+            cuts.extend(run.chunks(most).map(|slices| Cut { rank, receiver_rank, slices, slice_bytes }));
         }
         Ok(cuts)
     }

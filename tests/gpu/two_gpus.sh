@@ -57,10 +57,10 @@ contract() {
 }
 
 kernels() {
-    CUDA_VISIBLE_DEVICES=$(card 0) suite kernels "$bin/kernels" --test-threads 4 --skip peers &
+    CUDA_VISIBLE_DEVICES=$(card 0) suite kernels "$bin/kernels" --test-threads 4 --skip peers --skip groups &
     CUDA_VISIBLE_DEVICES=$(card 1) suite driver "$bin/driver" --test-threads 1 &
     wait
-    suite kernels-two-cards "$bin/kernels" peers --test-threads 1
+    suite kernels-two-cards "$bin/kernels" peers groups --test-threads 1
 }
 
 engine() { suite engine "$bin/engine" --test-threads 1; }

@@ -49,7 +49,7 @@ pub(crate) struct SweepArgs {
     #[arg(long, default_value = "1024,8192,32768")]
     contexts: String,
     /// Tokens of a prompt that one step takes.
-    #[arg(long, default_value_t = 8192)]
+    #[arg(long, default_value_t = 32_768)]
     chunk: usize,
     /// Folder for the tables, NAME.md, NAME.csv and NAME.json; without it the first goes to standard output alone.
     #[arg(long)]

@@ -39,7 +39,7 @@ async fn a_bad_request_names_its_field() {
         (
             request(&vec![1; MAX_CONTEXT as usize], 5),
             "INVALID_REQUEST",
-            "prompt_tokens prompt has 2048 tokens, at most 2047",
+            "prompt_tokens and resume_from have 2048 tokens, at most 2047",
         ),
         (
             sampling(pb::Sampling { temperature: Some(-1.0), ..Default::default() }),

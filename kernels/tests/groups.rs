@@ -116,7 +116,7 @@ fn layer(ranks: &mut [Rank], random: &mut Random, starts: &[usize], with_norm: b
         };
         let weights: Vec<f32> = (0..pairs).map(|_| random.normal(0.3).abs()).collect();
         // Of every three pairs one is on another rank; of token 1 all are, as if it only filled the batch up.
-        let is_here = |pair: usize| (pair + idx) % 3 != 0 && pair / TOP != 1;
+        let is_here = |pair: usize| !(pair + idx).is_multiple_of(3) && pair / TOP != 1;
         let slot: Vec<i32> =
             (0..pairs).map(|pair| if is_here(pair) { (pairs - 1 - pair) as i32 } else { -1 }).collect();
         operands.push(Operands {

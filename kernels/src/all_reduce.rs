@@ -36,6 +36,17 @@ pub struct ThenNorm<'a> {
     pub eps: f32,
 }
 
+impl ThenNorm<'_> {
+    /// Whether the operands fit `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// `Size`.
+    pub(crate) fn check(&self, check: Checker, [tokens, hidden]: [usize; 2]) -> Result<()> {
+        check.size("residual", tokens * hidden, self.residual.len())?;
+        check.size("norm weight", hidden, self.weight.len())
+    }
+}
+
 /// How parts travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exchange {
@@ -131,19 +142,16 @@ impl AllReduce<'_> {
                 args.values = stream.input(&values);
             }
             Summand::Experts { y, weights, slot, top } => {
-                check.dimension("top", top, "1 to 8", (1..=8).contains(&top))?;
-                check.size("weights", tokens * top, weights.len())?;
-                check.size("slot", tokens * top, slot.len())?;
-                check.room("y", tokens * top * hidden, y.len())?;
+                check.experts([tokens, top, hidden], weights.len(), slot.len(), y.len())?;
                 args.y = stream.input(&y);
                 args.weight = stream.input(&weights);
                 args.slot = stream.input(&slot);
                 args.top = int(top);
             }
         }
-        if let Some(ThenNorm { mut residual, weight, eps }) = self.norm {
-            check.size("residual", tokens * hidden, residual.len())?;
-            check.size("norm weight", hidden, weight.len())?;
+        if let Some(norm) = self.norm {
+            norm.check(check, [tokens, hidden])?;
+            let ThenNorm { mut residual, weight, eps } = norm;
             args.residual = stream.output(&mut residual);
             args.norm_weight = stream.input(&weight);
             args.eps = eps;

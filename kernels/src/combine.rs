@@ -103,12 +103,9 @@ fn launch(
         "a multiple of 8 up to 8192",
         hidden.is_multiple_of(8) && (8..=8192).contains(&hidden),
     )?;
-    check.dimension("top", top, "1 to 8", (1..=8).contains(&top))?;
     let tokens = op.out.len() / hidden;
     check.size("out", tokens * hidden, op.out.len())?;
-    check.size("weights", tokens * top, op.weights.len())?;
-    check.size("slot", tokens * top, op.slot.len())?;
-    check.room("y", tokens * top * hidden, op.y.len())?;
+    check.experts([tokens, top, hidden], op.weights.len(), op.slot.len(), op.y.len())?;
     let (residual, norm_weight, eps) = match norm {
         None => (DevicePtrMut::NULL, DevicePtr::NULL, 0.0),
         Some((mut residual, weight, eps)) => {

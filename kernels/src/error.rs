@@ -67,6 +67,21 @@ impl Checker {
         Err(KernelError::Size { operation: self.0, operand, expected, found })
     }
 
+    /// What weighs and adds the outputs of a token's `top` experts: `weights` and `slot` of `[tokens, top]`, `y` with a row of `hidden` for
+    /// each pair at least; all three by their lengths.
+    pub(crate) fn experts(
+        self,
+        [tokens, top, hidden]: [usize; 3],
+        weights: usize,
+        slot: usize,
+        y: usize,
+    ) -> Result<()> {
+        self.dimension("top", top, "1 to 8", (1..=8).contains(&top))?;
+        self.size("weights", tokens * top, weights)?;
+        self.size("slot", tokens * top, slot)?;
+        self.room("y", tokens * top * hidden, y)
+    }
+
     /// `dimension`, whose value is `found`, must satisfy `holds`.
     pub(crate) fn dimension(
         self,

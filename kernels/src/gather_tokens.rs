@@ -72,8 +72,7 @@ impl GatherTokens<'_> {
         }
         let (mut residual, mut norm_weight, mut eps) = (DevicePtrMut::NULL, DevicePtr::NULL, 0.0);
         if let Some(mut norm) = self.norm {
-            check.size("residual", own * hidden, norm.residual.len())?;
-            check.size("norm weight", hidden, norm.weight.len())?;
+            norm.check(check, [own, hidden])?;
             (residual, norm_weight, eps) = (stream.output(&mut norm.residual), stream.input(&norm.weight), norm.eps);
         }
         let mut inboxes = [0; MAX_RANKS];

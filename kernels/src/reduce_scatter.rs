@@ -87,14 +87,10 @@ impl ReduceScatter<'_> {
         sizes.check_starts(check, starts)?;
         let (hidden, tokens) = (sizes.hidden, starts[sizes.groups]);
         let own = starts[group + 1] - starts[group];
-        check.dimension("top", top, "1 to 8", (1..=8).contains(&top))?;
-        check.size("weights", tokens * top, self.weights.len())?;
-        check.size("slot", tokens * top, self.slot.len())?;
-        check.room("y", tokens * top * hidden, self.y.len())?;
+        check.experts([tokens, top, hidden], self.weights.len(), self.slot.len(), self.y.len())?;
         check.size("out", own * hidden, self.out.len())?;
+        self.norm.check(check, [own, hidden])?;
         let ThenNorm { mut residual, weight, eps } = self.norm;
-        check.size("residual", own * hidden, residual.len())?;
-        check.size("norm weight", hidden, weight.len())?;
         if tokens == 0 {
             return Ok(());
         }

@@ -8,7 +8,7 @@ use bytemuck::Pod;
 use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t};
 
 use super::error::{NcclError, Result};
-use super::handle::{Abort, Handle};
+use super::handle::{Abort, Aborting, Handle};
 use super::library::{Nccl, UniqueId, multicast_is_off};
 use super::operation::{Group, Operation, Place, Summable};
 use crate::driver::Device;
@@ -192,7 +192,12 @@ impl Communicator {
     /// Ends it now, whatever is under way, so that its kernels leave the device; from any thread, also while another one waits
     /// in a call. Waits no longer than `timeout`. Receives that were under way have written anything or nothing.
     pub fn abort(&self, timeout: Duration) -> Abort {
-        self.handle.abort(timeout, self.prepare())
+        self.begin_abort().wait(timeout)
+    }
+
+    /// As [`Self::abort`], for somebody else to wait for, or nobody.
+    pub fn begin_abort(&self) -> Aborting {
+        self.handle.begin_abort(self.prepare())
     }
 
     /// Ends it after what is under way, together with the peers. Past `timeout` it is aborted instead.
@@ -218,11 +223,14 @@ impl Communicator {
         assert!(own == other, "a stream of device {other} for a communicator of device {own}");
     }
 
-    /// What the thread that ends the communicator does first. It holds the device, so that the context outlives the end.
-    fn prepare(&self) -> impl FnOnce() + Send + use<> {
+    /// What the thread that ends the communicator does first. It then holds the device, so that the context outlives the end.
+    fn prepare(&self) -> impl FnOnce() -> Device + Send + use<> {
         let device = self.device.clone();
-        // A context that cannot be made current is lost, and NCCL will say so or not care.
-        move || drop(device.shared.bind())
+        move || {
+            // A context that cannot be made current is lost, and NCCL will say so or not care.
+            let _ = device.shared.bind();
+            device
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::abi::{Api, IN_PROGRESS, SUCCESS};
+use super::ends::UnderWay;
 use super::error::{NcclError, Result};
 use super::library::failure;
 
@@ -28,6 +29,25 @@ pub enum Abort {
     },
     /// It has not returned within the bound, and may never: streams with its kernels may not finish, so exit the process.
     Stuck,
+}
+
+/// An abort, under way on a thread of its own.
+#[derive(Debug)]
+#[must_use = "an abort may get stuck, and then the process must exit"]
+pub struct Aborting {
+    started: Instant,
+    /// `None` if there could be no thread.
+    done: Option<mpsc::Receiver<()>>,
+}
+
+impl Aborting {
+    /// Waits for it, no longer than `bound` from now.
+    pub fn wait(self, bound: Duration) -> Abort {
+        match self.done.map(|done| done.recv_timeout(bound)) {
+            Some(Ok(())) => Abort::Returned { took: self.started.elapsed() },
+            Some(Err(_)) | None => Abort::Stuck,
+        }
+    }
 }
 
 /// Whether NCCL still knows the communicator.
@@ -87,17 +107,17 @@ impl Handle {
         }
     }
 
-    /// Aborts on a thread of its own after `prepare`, and waits for that no longer than `bound`. Doing so again waits again.
-    pub(super) fn abort(self: &Arc<Self>, bound: Duration, prepare: impl FnOnce() + Send + 'static) -> Abort {
-        let started = Instant::now();
-        match self.end("nccl-abort", prepare, Self::abort_now).map(|done| done.recv_timeout(bound)) {
-            Some(Ok(())) => Abort::Returned { took: started.elapsed() },
-            Some(Err(_)) | None => Abort::Stuck,
-        }
+    /// Aborts on a thread of its own after `prepare`. Doing so again waits for the first.
+    pub(super) fn begin_abort<T>(self: &Arc<Self>, prepare: impl FnOnce() -> T + Send + 'static) -> Aborting {
+        Aborting { started: Instant::now(), done: self.end("nccl-abort", prepare, Self::abort_now) }
     }
 
     /// Waits for what is under way and takes the communicator down together with its peers; past `bound`, aborts it.
-    pub(super) fn close(self: &Arc<Self>, bound: Duration, prepare: impl FnOnce() + Send + 'static) -> Result<()> {
+    pub(super) fn close<T>(
+        self: &Arc<Self>,
+        bound: Duration,
+        prepare: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<()> {
         let (outcome, received) = mpsc::channel();
         // A second bound for what the thread does after the first: the abort.
         let closing = move |handle: &Self| drop(outcome.send(handle.close_now(bound)));
@@ -109,7 +129,7 @@ impl Handle {
     }
 
     /// Aborts without anybody waiting: for a communicator that was dropped. Whether it was open.
-    pub(super) fn abandon(self: &Arc<Self>, prepare: impl FnOnce() + Send + 'static) -> bool {
+    pub(super) fn abandon<T>(self: &Arc<Self>, prepare: impl FnOnce() -> T + Send + 'static) -> bool {
         let ended = matches!(self.life.try_lock(), Ok(life) if *life == Life::Ended);
         if ended || self.ending.load(Ordering::Acquire) {
             return false;
@@ -118,19 +138,23 @@ impl Handle {
         true
     }
 
-    /// Runs `work` on a new thread once no call is under way; nothing if there can be no thread.
-    fn end(
+    /// Runs `prepare` and then `work` on a new thread, which keeps what `prepare` gives until `work` is over; nothing if there can be no
+    /// thread.
+    fn end<T>(
         self: &Arc<Self>,
         name: &str,
-        prepare: impl FnOnce() + Send + 'static,
+        prepare: impl FnOnce() -> T + Send + 'static,
         work: impl FnOnce(&Self) + Send + 'static,
     ) -> Option<mpsc::Receiver<()>> {
         self.ending.store(true, Ordering::Release);
         let (done, received) = mpsc::channel();
         let handle = self.clone();
+        let under_way = UnderWay::begin();
         let run = move || {
-            prepare();
+            let _under_way = under_way;
+            let kept = prepare();
             work(&handle);
+            drop(kept);
             let _ = done.send(());
         };
         thread::Builder::new().name(name.into()).spawn(run).ok().map(|_| received)

@@ -8,10 +8,10 @@
 //! - An operation is *enqueued*: it runs on the stream, and only when the peer has enqueued its counterpart. The first one
 //!   between two ranks also connects them, for which both must call: warm every pair up once, from all ranks.
 //! - All ranks enqueue the operations of one communicator, and of communicators that share GPUs, in one order.
-//! - When a peer is lost, **every** survivor aborts. If [`Communicator::abort`] answers [`Abort::Stuck`], the process must exit:
-//!   its streams may never finish, and dropping them would wait for that.
-//! - A communicator is closed or aborted, each of which takes half a second, before the process exits: NCCL must not be at work
-//!   while its library is being torn down.
+//! - When a peer is lost, **every** survivor aborts. If [`Communicator::abort`] answers [`Abort::Stuck`], the process must exit,
+//!   by [`exit_stuck`]: its streams may never finish, and dropping them would wait for that.
+//! - A communicator is closed, aborted or dropped, each of which takes half a second, before the process exits. The exit waits for
+//!   those that have begun: NCCL must not be at work while its library is being torn down.
 //! - A captured graph with collectives in it must be dropped before its communicator is closed.
 //!
 //! NCCL must not be called from several threads at once for one GPU. A lock per GPU, taken by every call that enqueues, sees to
@@ -25,13 +25,15 @@
 
 mod abi;
 mod communicator;
+mod ends;
 mod error;
 mod handle;
 mod library;
 mod operation;
 
 pub use communicator::{Communicator, CommunicatorConfig};
+pub use ends::{STUCK_EXIT_CODE, exit_stuck};
 pub use error::{NcclError, Result};
-pub use handle::Abort;
+pub use handle::{Abort, Aborting};
 pub use library::{Nccl, UniqueId, forbid_multicast};
 pub use operation::{Group, Summable};

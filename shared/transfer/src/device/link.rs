@@ -1,14 +1,12 @@
 //! One pair of ranks that talks by NCCL: a communicator of two, apart from every other one, so that a pair fails alone.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use device::nccl::{Abort, Communicator, CommunicatorConfig, UniqueId};
+use device::nccl::{Abort, Communicator, CommunicatorConfig, UniqueId, exit_stuck};
 use device::{DeviceBuffer, Stream};
 use kernels::KvPort;
 
-use super::STUCK_EXIT_CODE;
 use crate::config::TransferConfig;
 use crate::data::DataError;
 
@@ -30,7 +28,7 @@ impl From<device::nccl::NcclError> for DataError {
 
 /// One end.
 pub(super) struct Link {
-    communicator: Arc<Communicator>,
+    communicator: Communicator,
     /// Its sends or receives, which wait for the other end and for nothing else.
     pub(super) stream: Stream,
     is_aborted: AtomicBool,
@@ -46,7 +44,7 @@ impl Link {
             call_timeout: config.setup_timeout(),
         };
         let rank = if sends { SENDER } else { RECEIVER };
-        let communicator = Arc::new(Communicator::init(&port.device, id, 2, rank, &config)?);
+        let communicator = Communicator::init(&port.device, id, 2, rank, &config)?;
         Ok(Self { communicator, stream: port.device.stream()?, is_aborted: AtomicBool::new(false) })
     }
 
@@ -69,17 +67,17 @@ impl Link {
         if self.is_aborted.swap(true, Ordering::AcqRel) {
             return;
         }
-        let communicator = Arc::clone(&self.communicator);
-        let abort = move || match communicator.abort(ABORT_BOUND) {
+        let aborting = self.communicator.begin_abort();
+        let watch = move || match aborting.wait(ABORT_BOUND) {
             Abort::Returned { took } => tracing::debug!(?took, "nccl communicator aborted"),
             Abort::Stuck => {
                 tracing::error!("an aborted nccl communicator did not return within {ABORT_BOUND:?}, exiting");
-                std::process::exit(STUCK_EXIT_CODE);
+                exit_stuck();
             }
         };
-        if let Err(error) = std::thread::Builder::new().name("kv-abort".into()).spawn(abort) {
-            tracing::error!(%error, "no thread to abort a nccl communicator, exiting");
-            std::process::exit(STUCK_EXIT_CODE);
+        if let Err(error) = std::thread::Builder::new().name("kv-abort".into()).spawn(watch) {
+            tracing::error!(%error, "no thread to watch the abort of a nccl communicator, exiting");
+            exit_stuck();
         }
     }
 }

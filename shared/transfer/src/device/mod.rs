@@ -24,9 +24,6 @@ use crate::data::{DataError, DataOffer, LaneSides};
 pub use receive::DeviceReceive;
 pub use send::DeviceSend;
 
-/// With this code the process exits when a communicator cannot be aborted: kernels of it hold the GPU for ever.
-pub const STUCK_EXIT_CODE: i32 = 75;
-
 impl From<kernels::KernelError> for DataError {
     fn from(error: kernels::KernelError) -> Self {
         Self(error.to_string())

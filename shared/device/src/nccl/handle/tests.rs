@@ -190,11 +190,11 @@ fn an_abort_frees_a_thread_that_waits_in_a_call() {
     });
     at.recv().unwrap();
     assert_eq!(handle.check(), Ok(()), "a check does not wait for the call");
-    assert!(matches!(handle.abort(LONG, || ()), Abort::Returned { took } if took < LONG));
+    assert!(matches!(handle.begin_abort(|| ()).wait(LONG), Abort::Returned { took } if took < LONG));
     assert_eq!(caller.join().unwrap(), Err(NcclError::Ended));
     assert_eq!(handle.call("ncclSend", LONG, |_, _| SUCCESS), Err(NcclError::Ended));
     assert_eq!(handle.check(), Err(NcclError::Ended));
-    assert!(matches!(handle.abort(LONG, || ()), Abort::Returned { .. }), "a second abort finds it done");
+    assert!(matches!(handle.begin_abort(|| ()).wait(LONG), Abort::Returned { .. }), "a second abort finds it done");
     assert!(!handle.abandon(|| ()), "nothing is left to abort");
     assert_eq!(fake.aborted.load(Ordering::Acquire), 1);
 }
@@ -204,12 +204,15 @@ fn an_abort_that_does_not_return_is_reported_and_not_waited_for() {
     let (fake, handle) = Fake::open();
     fake.hangs.store(true, Ordering::Release);
     let started = Instant::now();
-    assert_eq!(handle.abort(SOON, || ()), Abort::Stuck);
+    assert_eq!(handle.begin_abort(|| ()).wait(SOON), Abort::Stuck);
     assert_eq!(handle.call("ncclSend", LONG, |_, _| SUCCESS), Err(NcclError::Ended));
 
     assert!(started.elapsed() < LONG);
     fake.hangs.store(false, Ordering::Release);
-    assert!(matches!(handle.abort(LONG, || ()), Abort::Returned { .. }), "a later abort sees that it has returned");
+    assert!(
+        matches!(handle.begin_abort(|| ()).wait(LONG), Abort::Returned { .. }),
+        "a later abort sees that it has returned"
+    );
     assert_eq!(fake.aborted.load(Ordering::Acquire), 1);
 }
 
@@ -250,4 +253,48 @@ fn an_open_one_that_is_dropped_is_aborted_in_the_background() {
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(fake.aborted.load(Ordering::Acquire), 1);
+}
+
+/// Tells whether what `prepare` gave is still there.
+struct Kept(&'static AtomicBool);
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+#[test]
+fn what_was_prepared_is_kept_until_the_abort_has_returned() {
+    static IS_KEPT: AtomicBool = AtomicBool::new(true);
+    let (fake, handle) = Fake::open();
+    fake.hangs.store(true, Ordering::Release);
+    let aborting = handle.begin_abort(|| Kept(&IS_KEPT));
+    thread::sleep(SOON);
+    assert!(IS_KEPT.load(Ordering::Acquire), "the abort has not returned");
+    fake.hangs.store(false, Ordering::Release);
+    assert!(matches!(aborting.wait(LONG), Abort::Returned { .. }));
+    assert!(!IS_KEPT.load(Ordering::Acquire));
+}
+
+/// What the child does in [`the_exit_of_the_process_waits_for_an_abort`]: exits while an abort is under way that takes a while.
+#[test]
+#[ignore = "the child half of another test"]
+fn exits_during_an_abort() {
+    let (_, handle) = Fake::open();
+    let _aborting = handle.begin_abort(|| {
+        thread::sleep(10 * SOON);
+        println!("aborted");
+    });
+    std::process::exit(0);
+}
+
+#[test]
+fn the_exit_of_the_process_waits_for_an_abort() {
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["nccl::handle::tests::exits_during_an_abort", "--exact", "--ignored", "--nocapture"])
+        .output()
+        .unwrap();
+    let printed = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success() && printed.contains("aborted\n"), "{child:?}");
 }

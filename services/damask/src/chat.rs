@@ -9,6 +9,7 @@ use futures_util::StreamExt;
 use serde_json::{Value, json};
 
 use crate::placement::{Placement, PlacementArgs};
+use crate::refusal::refusal;
 use crate::sse::EventStream;
 
 /// Ask one question.
@@ -123,14 +124,6 @@ async fn first_model(request: reqwest::RequestBuilder, url: &str) -> anyhow::Res
     }
     let models: Value = response.json().await.context("the gateway's list of models is not JSON")?;
     models["data"][0]["id"].as_str().map(str::to_owned).context("the gateway lists no model")
-}
-
-async fn refusal(response: reqwest::Response) -> String {
-    let status = response.status();
-    let text = response.text().await.unwrap_or_default();
-    let message =
-        serde_json::from_str::<Value>(&text).ok().and_then(|body| body["error"]["message"].as_str().map(str::to_owned));
-    format!("the gateway answered {status}: {}", message.unwrap_or(text))
 }
 
 /// Writes the answer to standard output. On a terminal the reasoning stands above it, dimmed; otherwise the reasoning

@@ -22,6 +22,7 @@ mod health;
 mod node;
 mod placement;
 mod plan;
+mod refusal;
 mod serve;
 mod sse;
 mod stack;

@@ -12,6 +12,9 @@ use crate::error::ApiError;
 /// Most stop strings in a request, as in OpenAI's API.
 pub const STOP_STRINGS_MAX: usize = 4;
 
+/// Most bytes of a stop string: with each token, as much text as the longest has is looked at again.
+pub const STOP_STRING_BYTES_MAX: usize = 4096;
+
 /// One text that ends the answer, or several.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(untagged, expecting = "expected a string or a list of strings")]
@@ -26,7 +29,7 @@ impl StopStrings {
     /// Checks and lists them.
     ///
     /// # Errors
-    /// Too many, or an empty one.
+    /// Too many, an empty one, or one of more than [`STOP_STRING_BYTES_MAX`].
     pub fn checked(self) -> Result<Vec<String>, ApiError> {
         let stops = match self {
             Self::One(stop) => vec![stop],
@@ -38,6 +41,10 @@ impl StopStrings {
         }
         if stops.iter().any(String::is_empty) {
             return Err(ApiError::invalid("stop", "stop has an empty string"));
+        }
+        if let Some(long) = stops.iter().map(String::len).find(|bytes| *bytes > STOP_STRING_BYTES_MAX) {
+            let message = format!("stop has a string of {long} bytes, at most {STOP_STRING_BYTES_MAX} are allowed");
+            return Err(ApiError::invalid("stop", message));
         }
         Ok(stops)
     }
@@ -158,13 +165,15 @@ mod tests {
             token_limit("max_tokens", Some(0)).map(drop),
             StopStrings::Many(vec!["a".into(); 5]).checked().map(drop),
             StopStrings::One(String::new()).checked().map(drop),
+            StopStrings::One("x".repeat(4097)).checked().map(drop),
             num_choices(Some(0), 8).map(drop),
             num_choices(Some(9), 8).map(drop),
         ];
         let params: Vec<_> = refusals.into_iter().map(|refused| refused.unwrap_err().object().param.unwrap()).collect();
+        assert_eq!(StopStrings::One("x".repeat(4096)).checked().unwrap().len(), 1);
         assert_eq!(
             params,
-            ["logit_bias", "temperature", "temperature", "top_p", "max_tokens", "stop", "stop", "n", "n"]
+            ["logit_bias", "temperature", "temperature", "top_p", "max_tokens", "stop", "stop", "stop", "n", "n"]
         );
     }
 }

@@ -6,6 +6,7 @@ use anyhow::{Context, bail};
 use futures_util::StreamExt;
 use serde_json::{Value, json};
 
+use crate::refusal::refusal;
 use crate::sse::EventStream;
 
 /// Ids from here on are words in the vocabularies of gpt-oss.
@@ -107,9 +108,8 @@ impl Client {
 
 async fn answer(request: reqwest::RequestBuilder) -> anyhow::Result<reqwest::Response> {
     let response = request.send().await.map_err(reqwest::Error::without_url)?;
-    let status = response.status();
-    if !status.is_success() {
-        bail!("{status}: {}", response.text().await.unwrap_or_default());
+    if !response.status().is_success() {
+        bail!("{}", refusal(response).await);
     }
     Ok(response)
 }

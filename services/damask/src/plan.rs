@@ -75,6 +75,10 @@ fn tables(sweeps: &[Measured], gpu_hour_usd: f64, max_step_ms: Option<f64>) -> R
         })
     };
     for (Measured { model, layout, .. }, MeasuredCell { context, ms, tokens_per_s, .. }) in cells(Phase::Prefill) {
+        // A sweep computes prompts in any layout; a prefill worker is tensor-parallel only.
+        if layout.ep > 1 {
+            continue;
+        }
         let gpus = layout.ranks();
         let usd = usd_per_million(gpus, gpu_hour_usd, tokens_per_s);
         writeln!(text, "| {model} | TP{} | {gpus} | {context} | {ms:.1} | {tokens_per_s:.0} | {usd:.4} |", layout.tp)?;
@@ -101,7 +105,7 @@ fn tables(sweeps: &[Measured], gpu_hour_usd: f64, max_step_ms: Option<f64>) -> R
 mod tests {
     use super::*;
 
-    const SWEEP: &str = r#"{"model": "gpt-oss-120b", "layout": {"tp": 4, "ep": 4, "dp": 1}, "chunk": 8192, "cells": [
+    const SWEEP: &str = r#"{"model": "gpt-oss-120b", "layout": {"tp": 4, "ep": 1, "dp": 1}, "chunk": 8192, "cells": [
         {"phase": "prefill", "batch": 1, "context": 8192, "ms": 40.0, "tokens_per_s": 200000.0, "share": null},
         {"phase": "decode", "batch": 128, "context": 1024, "ms": 8.0, "tokens_per_s": 16000.0},
         {"phase": "decode", "batch": 128, "context": 32768, "ms": 30.0, "tokens_per_s": 4000.0}]}"#;
@@ -113,9 +117,17 @@ mod tests {
         // 4 x $3 an hour are $1 in 300 s, in which 60 million input or 4.8 million output tokens pass.
         assert!(text.contains("| gpt-oss-120b | TP4 | 4 | 8192 | 40.0 | 200000 | 0.0167 |"), "{text}");
         assert!(
-            text.contains("| gpt-oss-120b | EP4 DP1 TP4 | 4 | 128 | 1024 | 8.00 | 16000 | 4000 | 0.2083 |"),
+            text.contains("| gpt-oss-120b | EP1 DP1 TP4 | 4 | 128 | 1024 | 8.00 | 16000 | 4000 | 0.2083 |"),
             "{text}"
         );
         assert!(!text.contains("32768"), "30 ms are more than 20: {text}");
+    }
+
+    #[test]
+    fn only_layouts_of_prefill_workers_have_a_price_for_prompts() {
+        let sweep = serde_json::from_str(&SWEEP.replace(r#""ep": 1"#, r#""ep": 4"#)).unwrap();
+        let text = tables(&[sweep], 3.0, None).unwrap();
+        assert!(text.contains("| gpt-oss-120b | EP4 DP1 TP4 | 4 | 128 |"), "{text}");
+        assert!(!text.contains("| 8192 | 40.0 |"), "{text}");
     }
 }

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use tonic::{Request, Response, Status as GrpcStatus};
 use tracing::{Instrument, Span};
 use transfer::Lanes;
-use types::{GenerateRequest, PrefillEvent, Ticket, WorkerDescription, WorkerState};
+use types::{GenerateRequest, KvEndpoint, PeerId, PrefillEvent, Ticket, WorkerDescription, WorkerState};
 use wire::InvalidMessage;
 use wire::convert::sequence;
 use wire::pb;
@@ -65,15 +65,23 @@ impl PrefillService {
         Ok((ticket, request))
     }
 
+    async fn open_lane(&self, decode: &PeerId, endpoint: &KvEndpoint) -> Result<(), PrefillError> {
+        check_transport(endpoint)?;
+        // KV has no way out of memory that is not there yet.
+        if self.status.state() == WorkerState::Loading {
+            return Err(PrefillError::Loading);
+        }
+        self.lanes.lane(&endpoint.address, decode).await?;
+        Ok(())
+    }
+
     /// Checks that the ticket is for us and can be served, and says what is to be sent.
     fn check_ticket(&self, ticket: &Ticket, spec: &SequenceSpec) -> Result<PageMap, PrefillError> {
         let this = &self.description.peer;
         if ticket.prefill != *this {
             return Err(PrefillError::WrongWorker { named: ticket.prefill.clone(), this: this.clone() });
         }
-        if ticket.kv_endpoint.transport != TRANSPORT {
-            return Err(PrefillError::UnknownTransport(ticket.kv_endpoint.transport.clone()));
-        }
+        check_transport(&ticket.kv_endpoint)?;
         PageMap::new(&self.description.kv_layout, &ticket.kv_layout, spec.context_tokens())
             .map_err(|cause| PrefillError::Layout { decode: ticket.decode.clone(), cause })
     }
@@ -116,6 +124,13 @@ impl PrefillService {
     }
 }
 
+fn check_transport(endpoint: &KvEndpoint) -> Result<(), PrefillError> {
+    if endpoint.transport == TRANSPORT {
+        return Ok(());
+    }
+    Err(PrefillError::UnknownTransport(endpoint.transport.clone()))
+}
+
 /// Ends a transfer whose prompt was refused, or whose caller left before it was known to be taken.
 struct GiveUpOnDrop(Option<Arc<Handoff>>);
 
@@ -148,6 +163,15 @@ impl pb::prefill_server::Prefill for PrefillService {
         let span = tracing::info_span!("prefill", request_id = %request.id, prompt_tokens, otel.kind = "server");
         wire::trace::adopt(&span, &caller);
         Ok(Response::new(self.submit(ticket, &request, span).await?))
+    }
+
+    async fn link(&self, request: Request<pb::LinkRequest>) -> Result<Response<pb::LinkResponse>, GrpcStatus> {
+        let pb::LinkRequest { decode, kv_endpoint } = request.into_inner();
+        let missing = |field: &str| InvalidMessage { field: field.into(), reason: "is missing".into() };
+        let decode = PeerId::try_from(decode.ok_or_else(|| missing("decode"))?)?;
+        let endpoint = KvEndpoint::from(kv_endpoint.ok_or_else(|| missing("kv_endpoint"))?);
+        self.open_lane(&decode, &endpoint).await?;
+        Ok(Response::new(pb::LinkResponse {}))
     }
 }
 

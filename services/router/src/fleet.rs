@@ -1,11 +1,11 @@
 //! The workers that are known and alive, which of them fit each other, and how many requests each has.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::fmt;
 
 use chassis::Address;
 use tokio_util::sync::CancellationToken;
-use types::{ModelFingerprint, PeerId, Role, TokenId, WorkerReport, WorkerState};
+use types::{KvEndpoint, ModelFingerprint, PeerId, Role, TokenId, WorkerReport, WorkerState};
 
 use crate::placement::{self, DecodeCandidate, NoPlace, PrefillCandidate};
 
@@ -33,7 +33,7 @@ pub struct WorkerNo(u64);
 pub struct Served {
     /// The model.
     pub model: ModelKey,
-    /// Pairs of workers, both ready, that fit each other.
+    /// Pairs of workers, both ready, that fit each other and are linked.
     pub ready_pairs: u32,
     /// Most positions that each of these workers can hold.
     pub max_context_tokens: u32,
@@ -65,6 +65,41 @@ pub struct Assigned<L> {
     pub gone: CancellationToken,
     /// Counted against the worker.
     pub prompt_tokens: u64,
+}
+
+/// A prefill and a decode worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PairNo {
+    prefill: WorkerNo,
+    decode: WorkerNo,
+}
+
+/// Two workers that fit each other and are both ready: the way of KV between them is to be opened.
+#[derive(Debug)]
+pub struct LinkOrder<L> {
+    /// Whose answer it is, for [`Fleet::on_linked`].
+    pub pair: PairNo,
+    /// The prefill worker, which opens it.
+    pub prefill: PeerId,
+    /// How to reach the prefill worker.
+    pub link: L,
+    /// The decode worker.
+    pub decode: PeerId,
+    /// Where the decode worker takes KV.
+    pub kv_endpoint: KvEndpoint,
+    /// Cancelled when the one or the other is given up.
+    pub gone: [CancellationToken; 2],
+}
+
+/// How far two workers that fit each other are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Link {
+    /// They have not been ready together.
+    Unlinked,
+    /// The way of KV is being opened, and tried again until it is.
+    Ordered,
+    /// Requests may use it.
+    Open,
 }
 
 /// Why a report is not believed.
@@ -124,8 +159,8 @@ impl<L> Worker<L> {
 pub struct Fleet<L> {
     /// By name, so that equal loads are broken the same way each time.
     workers: Vec<Worker<L>>,
-    /// Pairs (prefill, decode) that fit each other.
-    fits: HashSet<(WorkerNo, WorkerNo)>,
+    /// Pairs that fit each other.
+    links: HashMap<PairNo, Link>,
     next_no: u64,
     prefills_per_worker_max: u32,
 }
@@ -134,7 +169,7 @@ impl<L: Clone> Fleet<L> {
     /// No workers yet.
     #[must_use]
     pub fn new(prefills_per_worker_max: u32) -> Self {
-        Self { workers: Vec::new(), fits: HashSet::new(), next_no: 0, prefills_per_worker_max }
+        Self { workers: Vec::new(), links: HashMap::new(), next_no: 0, prefills_per_worker_max }
     }
 
     /// A heartbeat from `address`. Another incarnation than before at that address ends the earlier one.
@@ -205,7 +240,7 @@ impl<L: Clone> Fleet<L> {
             };
             match mismatch(prefill, decode) {
                 None => {
-                    self.fits.insert((prefill.no, decode.no));
+                    self.links.insert(PairNo { prefill: prefill.no, decode: decode.no }, Link::Unlinked);
                 }
                 Some(field) => tracing::warn!(
                     prefill = %prefill.report.description.peer, decode = %decode.report.description.peer, field,
@@ -222,9 +257,41 @@ impl<L: Clone> Fleet<L> {
     pub fn on_lost(&mut self, address: &Address, reason: &str) {
         let Some(idx) = self.workers.iter().position(|worker| worker.address == *address) else { return };
         let worker = self.workers.remove(idx);
-        self.fits.retain(|(prefill, decode)| *prefill != worker.no && *decode != worker.no);
+        self.links.retain(|pair, _| pair.prefill != worker.no && pair.decode != worker.no);
         worker.gone.cancel();
         tracing::warn!(worker = %worker.report.description.peer, %address, requests = worker.permits, reason, "worker lost");
+    }
+
+    /// Pairs whose way of KV is to be opened now; each is named once.
+    pub fn to_link(&mut self) -> Vec<LinkOrder<L>> {
+        let Self { workers, links, .. } = self;
+        let ready = |no: WorkerNo| workers.iter().find(|worker| worker.no == no && worker.is_ready());
+        let mut orders = Vec::new();
+        for (pair, link) in links.iter_mut().filter(|(_, link)| **link == Link::Unlinked) {
+            let (Some(prefill), Some(decode)) = (ready(pair.prefill), ready(pair.decode)) else { continue };
+            let Some(kv_endpoint) = decode.report.description.kv_endpoint.clone() else { continue };
+            *link = Link::Ordered;
+            orders.push(LinkOrder {
+                pair: *pair,
+                prefill: prefill.report.description.peer.clone(),
+                link: prefill.link.clone(),
+                decode: decode.report.description.peer.clone(),
+                kv_endpoint,
+                gone: [prefill.gone.clone(), decode.gone.clone()],
+            });
+        }
+        orders
+    }
+
+    /// The way of KV of a pair is open. A worker that was lost meanwhile has none.
+    pub fn on_linked(&mut self, pair: PairNo) {
+        if let Some(link) = self.links.get_mut(&pair) {
+            *link = Link::Open;
+        }
+    }
+
+    fn are_linked(&self, prefill: &Worker<L>, decode: &Worker<L>) -> bool {
+        self.links.get(&PairNo { prefill: prefill.no, decode: decode.no }) == Some(&Link::Open)
     }
 
     fn ready(&self, role: Role) -> impl Iterator<Item = &Worker<L>> {
@@ -248,12 +315,12 @@ impl<L: Clone> Fleet<L> {
         Some(Served { model: model.clone(), ready_pairs, max_context_tokens, eos_token_ids })
     }
 
-    /// Pairs, both workers ready, that compute this model.
+    /// Pairs, linked and both workers ready, that compute this model.
     #[must_use]
     pub fn ready_pairs(&self, model: &ModelKey) -> u32 {
-        let pairs = self.ready(Role::Prefill).flat_map(|prefill| {
-            self.ready(Role::Decode).filter(move |decode| self.fits.contains(&(prefill.no, decode.no)))
-        });
+        let pairs = self
+            .ready(Role::Prefill)
+            .flat_map(|prefill| self.ready(Role::Decode).filter(move |decode| self.are_linked(prefill, decode)));
         pairs.filter(|decode| decode.model == *model).count() as u32
     }
 
@@ -268,8 +335,8 @@ impl<L: Clone> Fleet<L> {
                 (of_role(Role::Prefill), of_role(Role::Decode));
             let prefill_candidates: Vec<_> = prefills.iter().map(|worker| self.prefill_candidate(worker)).collect();
             let decode_candidates: Vec<_> = decodes.iter().map(|worker| decode_candidate(worker)).collect();
-            let fit = |p: usize, d: usize| self.fits.contains(&(prefills[p].no, decodes[d].no));
-            let (p, d) = placement::choose(&prefill_candidates, &decode_candidates, fit, &need.avoid)?;
+            let linked = |p: usize, d: usize| self.are_linked(prefills[p], decodes[d]);
+            let (p, d) = placement::choose(&prefill_candidates, &decode_candidates, linked, &need.avoid)?;
             (prefills[p].no, decodes[d].no)
         };
         Ok((self.assign(prefill, need.prompt_tokens), self.assign(decode, need.prompt_tokens)))

@@ -12,6 +12,7 @@ mod drive;
 mod error;
 pub mod fleet;
 pub mod flight;
+mod link;
 mod metrics;
 pub mod placement;
 mod service;

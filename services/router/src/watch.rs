@@ -17,8 +17,8 @@ use crate::config::Workers;
 use crate::worker_pool::WorkerPool;
 
 /// A worker that cannot be reached is tried again after this, then after twice as long, and so on.
-const RETRY_MIN: Duration = Duration::from_millis(100);
-const RETRY_MAX: Duration = Duration::from_secs(2);
+pub(crate) const RETRY_MIN: Duration = Duration::from_millis(100);
+pub(crate) const RETRY_MAX: Duration = Duration::from_secs(2);
 
 /// Starts to look for the workers of `config`, and goes on until all work of `tasks` is done.
 pub(crate) fn start(tasks: &Tasks, network: Arc<dyn Network>, config: Workers, pool: Arc<WorkerPool>) {
@@ -49,6 +49,7 @@ async fn discover(tasks: Tasks, network: Arc<dyn Network>, config: Workers, pool
                 let (role, address) = key.clone();
                 let unlisted = CancellationToken::new();
                 let watcher = Watcher {
+                    tasks: tasks.clone(),
                     role,
                     channel: grpc::channel(&network, &address, channel_limits(&config)),
                     address,
@@ -81,6 +82,7 @@ fn channel_limits(config: &Workers) -> ChannelLimits {
 }
 
 struct Watcher {
+    tasks: Tasks,
     role: Role,
     address: Address,
     channel: Channel,
@@ -136,6 +138,9 @@ impl Watcher {
             };
             if let Err(error) = self.pool.on_report(self.role, &self.address, &self.channel, report) {
                 return error.to_string();
+            }
+            for order in self.pool.to_link() {
+                self.tasks.spawn_background("link", crate::link::open(Arc::clone(&self.pool), order));
             }
             *num_reports += 1;
         }

@@ -11,7 +11,7 @@ use types::{PeerId, Role, WorkerReport, WorkerState};
 use crate::admission::{Admission, QueueFull, WaiterId};
 use crate::config::Limits;
 use crate::error::RequestError;
-use crate::fleet::{Assigned, Fleet, ModelKey, Need, ReportError, Served};
+use crate::fleet::{Assigned, Fleet, LinkOrder, ModelKey, Need, PairNo, ReportError, Served};
 
 struct State {
     fleet: Fleet<Channel>,
@@ -167,6 +167,16 @@ impl WorkerPool {
 
     pub(crate) fn on_lost(self: &Arc<Self>, address: &Address, reason: &str) {
         self.lock().fleet.on_lost(address, reason);
+        self.fleet_changed();
+    }
+
+    /// Pairs whose way of KV is to be opened now; each is named once.
+    pub(crate) fn to_link(&self) -> Vec<LinkOrder<Channel>> {
+        self.lock().fleet.to_link()
+    }
+
+    pub(crate) fn on_linked(self: &Arc<Self>, pair: PairNo) {
+        self.lock().fleet.on_linked(pair);
         self.fleet_changed();
     }
 

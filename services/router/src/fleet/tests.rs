@@ -48,6 +48,9 @@ impl Bench {
     fn says(&mut self, report: WorkerReport) {
         let address = Address::new(&*report.description.peer.worker.0, 1);
         self.fleet.on_report(report.description.role, &address, &(), report).unwrap();
+        for order in self.fleet.to_link() {
+            self.fleet.on_linked(order.pair);
+        }
     }
 
     fn pair() -> Self {
@@ -124,6 +127,33 @@ fn workers_that_differ_are_never_paired() {
         let found = mismatch(&bench.fleet.workers[1], &bench.fleet.workers[0]).unwrap();
         assert!(found.starts_with(&format!("{field}: ")), "{found}");
     }
+}
+
+#[test]
+fn a_pair_is_used_once_its_link_is_open() {
+    let mut bench = Bench { fleet: Fleet::new(4) };
+    let says = |bench: &mut Bench, report: WorkerReport| {
+        let address = Address::new(&*report.description.peer.worker.0, 1);
+        bench.fleet.on_report(report.description.role, &address, &(), report).unwrap();
+    };
+    let decode = || report(Role::Decode, "d", 1);
+    says(&mut bench, report(Role::Prefill, "p", 1));
+    says(&mut bench, WorkerReport { state: WorkerState::Loading, ..decode() });
+    assert!(bench.fleet.to_link().is_empty(), "one of the two is loading");
+    says(&mut bench, decode());
+    let [order] = &bench.fleet.to_link()[..] else { panic!("one pair is ready") };
+    assert_eq!((&*order.prefill.worker.0, &*order.decode.worker.0, &*order.kv_endpoint.address), ("p", "d", "h:1"));
+    assert!(bench.fleet.to_link().is_empty(), "it is named once");
+    assert_eq!((bench.num_pairs(), bench.place().unwrap_err()), (0, NoPlace::NoPair));
+    bench.fleet.on_linked(order.pair);
+    assert_eq!(bench.num_pairs(), 1);
+    // In its next life the decode worker is somebody else, to whom the way is not open.
+    says(&mut bench, report(Role::Decode, "d", 2));
+    assert!(order.gone[1].is_cancelled());
+    assert_eq!(bench.num_pairs(), 0);
+    bench.fleet.on_linked(order.pair);
+    assert_eq!(bench.num_pairs(), 0, "an answer that comes too late");
+    assert_eq!(bench.fleet.to_link().len(), 1);
 }
 
 #[test]

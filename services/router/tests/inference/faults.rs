@@ -137,3 +137,28 @@ async fn a_stop_does_not_make_a_cut_answer_look_whole() {
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
     tokio::time::timeout(Duration::from_secs(5), &mut stand.running).await.unwrap().unwrap().unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_without_a_way_for_kv_are_no_pair_until_there_is_one() {
+    let mut stand = Stand::start(1, 1, |_| {}).await;
+    stand.prefills[0].script.unlinked.store(true, Ordering::SeqCst);
+    let address = stand.decodes[0].address.clone();
+    stand.decodes[0].kill();
+    stand.await_pairs(0).await;
+    stand.decodes[0] = FakeWorker::start_at(Role::Decode, "decode-0", &stand.landings, &address);
+    let is_ready = "damask_router_workers{role=\"decode\",state=\"ready\"} 1";
+    // Known as ready, which a worker of a past life is not: its loss was awaited above.
+    while !stand.metrics().await.contains(is_ready) {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // Several tries fit into this.
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    assert_eq!(stand.num_pairs().await, 0);
+    assert_eq!(stand.fetch("/health/ready").await.0, 503);
+    let status = stand.generate(request(&[1], 5)).await.err().unwrap();
+    assert_eq!(wire::status::reason(&status).as_deref(), Some("NO_PAIR"), "{status:?}");
+    stand.prefills[0].script.unlinked.store(false, Ordering::SeqCst);
+    stand.await_pairs(1).await;
+    let (tokens, _) = stand.generate(request(&[1], 5)).await.unwrap().whole().await;
+    assert_eq!(tokens.len(), 5);
+}

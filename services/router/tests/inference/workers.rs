@@ -37,6 +37,8 @@ pub(crate) struct Script {
     pub(crate) rejects: AtomicBool,
     /// Give way after this many tokens, once.
     pub(crate) preempt_after: AtomicU32,
+    /// There is no way for KV out of it.
+    pub(crate) unlinked: AtomicBool,
     /// No more heartbeats and no more tokens, but open connections.
     pub(crate) frozen: AtomicBool,
     /// Streams that are open: what a worker would hold pages for.
@@ -280,6 +282,14 @@ impl pb::prefill_server::Prefill for Service {
             };
             events.send(Ok(last.into())).await.ok()
         }))
+    }
+
+    async fn link(&self, request: Request<pb::LinkRequest>) -> Result<Response<pb::LinkResponse>, Status> {
+        let decode = request.into_inner().decode.unwrap().worker;
+        if self.script.unlinked.load(Ordering::SeqCst) {
+            return Err(Status::unavailable(format!("no way to {decode}")));
+        }
+        Ok(Response::new(pb::LinkResponse {}))
     }
 }
 

@@ -23,11 +23,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-    gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
-else
-    gpus=$(nvidia-smi --list-gpus | wc -l)
-fi
+gpus=$(deploy/count-gpus.sh)
 [ -z "$max_gpus" ] || [ "$gpus" -le "$max_gpus" ] || gpus=$max_gpus
 
 # TP EP DP: experts split as attention is, or whole on their ranks, or spread over groups that work on different sequences.

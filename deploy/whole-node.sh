@@ -28,8 +28,16 @@ done
 mkdir -p "$out"
 work=$(mktemp -d)
 up_pid=
-stop() { [ -z "$up_pid" ] || { kill -TERM "$up_pid" 2>/dev/null && wait "$up_pid" 2>/dev/null; } || true; up_pid=; }
-trap 'stop; rm -rf "$work"' EXIT
+trap 'rm -rf "$work"' EXIT
+
+# Ends the stack, if one runs; its exit code says whether every service ended well.
+stop() {
+    local pid=$up_pid
+    up_pid=
+    [ -n "$pid" ] || return 0
+    kill -TERM "$pid" 2>/dev/null || true
+    wait "$pid"
+}
 
 # Prints the layouts for a number of GPUs, one a line: NAME YAML.
 layouts_for() {
@@ -49,16 +57,6 @@ layouts_for() {
             echo '2p2-d4 prefill: [{tp: 2, devices: [0, 1]}, {tp: 2, devices: [2, 3]}], decode: [{tp: 4, ep: 4, devices: [4, 5, 6, 7]}]'
             ;;
     esac
-}
-
-count_gpus() {
-    if $on_cpu; then
-        echo 0
-    elif [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
-    else
-        nvidia-smi --list-gpus | wc -l
-    fi
 }
 
 # field PATH...: of the ready file.
@@ -129,8 +127,12 @@ kill_under_load() {
     pid=$(field pids "$worker")
     kill -9 "$pid"
     begin=$(date +%s.%N)
+    local deadline=$((SECONDS + 600))
     until [ "$(field pids "$worker" 2>/dev/null || echo "$pid")" != "$pid" ] \
-        && get "http://$(field admin "$worker")/health/ready" >"$work/ready"; do sleep 0.05; done
+        && get "http://$(field admin "$worker")/health/ready" >"$work/ready"; do
+        [ $SECONDS -lt $deadline ] || { echo "$worker does not come back"; return 1; }
+        sleep 0.05
+    done
     local back
     back=$(python3 -c "import time; print(f'{time.time() - $begin:.1f}')")
     wait $bench_pid || { cat "$work/kill.md"; return 1; }
@@ -163,7 +165,7 @@ measure() {
     transfers "${files[@]}"
     printf '\n### Kills under load\n\n| what | requests | recovery |\n|---|---|---|\n'
     for worker in prefill decode; do kill_under_load $worker "$name"; done
-    stop
+    stop || { echo "the stack did not end well:"; tail -n 20 "$out/$name.log"; return 1; }
 }
 
 if $on_cpu; then
@@ -174,8 +176,11 @@ else
     ttft_inputs=1024,8192,32000 clients=1,2,4,8,16,32,64,128 load_input=1024 load_output=256 load_rounds=2 ttft_rounds=5
 fi
 
-gpus=$(count_gpus)
+gpus=0
+$on_cpu || gpus=$(deploy/count-gpus.sh)
+# The stack is this subshell's child: nobody else could end it.
 {
+    trap 'stop || true' EXIT
     echo "# Whole node: $gpus GPUs"
     $on_cpu || nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader | sed 's/^/    /'
     if [ ${#layouts[@]} -gt 0 ]; then

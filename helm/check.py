@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -179,6 +180,15 @@ def network(by_kind, ports, selected):
                     require({port["port"] for port in rule["ports"]} <= target, f"{named(network_policy)}: egress {rule}")
 
 
+def gateway_keys(documents):
+    """The gateway knows every setting: what it does not know it would refuse. Needs no binary, unlike `service_configs`."""
+    known = set(re.findall(r"(?m)^    pub (\w+):", (ROOT.parent / "services/gateway/src/config.rs").read_text()))
+    texts = [d["data"]["gateway.yaml"] for d in documents if d["kind"] == "ConfigMap" and "gateway.yaml" in d["data"]]
+    require(len(texts) == 1, f"{len(texts)} files gateway.yaml")
+    keys = set(yaml.safe_load(texts[0]))
+    require(keys <= known, f"{sorted(keys - known)} are no settings of the gateway")
+
+
 def service_configs(documents):
     """The services themselves accept the files, with their containers' environment."""
     configs = {name: text for d in documents if d["kind"] == "ConfigMap" for name, text in d["data"].items() if name.endswith(".yaml")}
@@ -199,6 +209,7 @@ def service_configs(documents):
             require(result.returncode == 0, f"{name}: {result.stderr}")
 
 
+STORE = {"responses_store": {"file": "/data/responses.redb", "keep_hours": 24}}
 GPU = {"accelerator": "nvidia", "gpusPerPod": 2}
 REFUSED = [
     ({"gatway": {}}, "gatway"),
@@ -207,7 +218,7 @@ REFUSED = [
     ({"router": {"resources": {"limits": {"cpu": "1", "memory": None}}}}, "memory"),
     ({"workers": {"terminationGracePeriodSeconds": 10}}, "terminationGracePeriodSeconds"),
     ({"gateway": {"persistence": {"enabled": True}}}, "runs as one replica"),
-    ({"gateway": {"config": {"store": {"path": "/data/store"}}}}, "runs as one replica"),
+    ({"gateway": {"config": STORE}}, "runs as one replica"),
     ({"gateway": {"replicas": 1, "persistence": {"enabled": True}, "autoscaling": {"enabled": True}}}, "runs as one replica"),
     ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.host"),
     ({"model": {"source": "/models/gpt-oss-20b"}}, "must come from a volume"),
@@ -275,7 +286,8 @@ def main():
     check("schema and defaults", schema_covers_values, defaults, json.loads((CHART / "values.schema.json").read_text()))
     files = sorted((CHART / "examples").glob("*.yaml"))
     require(files, "no examples")
-    examples = {"defaults": {}} | {file.stem: yaml.safe_load(file.read_text()) for file in files}
+    with_store = {"gateway": {"replicas": 1, "persistence": {"enabled": True}, "config": STORE}}
+    examples = {"defaults": {}, "a gateway with a store": with_store} | {file.stem: yaml.safe_load(file.read_text()) for file in files}
     for name, values in examples.items():
         check(f"{name}: lint", lint, values)
         try:
@@ -288,6 +300,7 @@ def main():
         for document in filter(pod_of, documents):
             check(f"{name}: policy: {named(document)}", policy, document)
         check(f"{name}: references", references, documents)
+        check(f"{name}: keys of gateway.yaml", gateway_keys, documents)
         if BINARY.exists():
             check(f"{name}: service configs", service_configs, documents)
     for values, reason in REFUSED:

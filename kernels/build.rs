@@ -9,8 +9,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// The one architecture: wgmma and setmaxnreg exist only in its `a` variant.
-const ARCHITECTURE: &str = "-gencode=arch=compute_90a,code=sm_90a";
+/// What check.sh compiles with too. The one architecture: wgmma and setmaxnreg exist only in its `a` variant.
+const FLAGS: &str = include_str!("nvcc.flags");
 
 fn main() -> Result<()> {
     println!("cargo::rerun-if-changed=cuda");
@@ -71,7 +71,9 @@ fn compile(nvcc: &Path, sources: &[PathBuf], out_dir: &Path) -> Result<Vec<PathB
             // Under its own name only when whole: an interrupted build leaves no fatbin that looks current.
             let unfinished = fatbin.with_extension("unfinished");
             let child = Command::new(nvcc)
-                .args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", ARCHITECTURE, "-Icuda", "-MMD", "-MF"])
+                .arg("-fatbin")
+                .args(FLAGS.split_whitespace())
+                .args(["-MMD", "-MF"])
                 .arg(dependencies(fatbin))
                 .arg("-o")
                 .arg(&unfinished)
@@ -104,5 +106,7 @@ fn is_current(nvcc: &Path, fatbin: &Path) -> bool {
     let Some((_, files)) = listed.split_once(" : ") else { return false };
     let sources = files.split_whitespace().filter(|word| *word != "\\").map(Path::new);
     let Ok(made) = changed(fatbin) else { return false };
-    sources.chain([Path::new("build.rs"), nvcc]).all(|source| changed(source).is_ok_and(|at| at < made))
+    sources
+        .chain([Path::new("build.rs"), Path::new("nvcc.flags"), nvcc])
+        .all(|source| changed(source).is_ok_and(|at| at < made))
 }

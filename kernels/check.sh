@@ -39,9 +39,8 @@ for source in cuda/*/*.cu; do
     name=$(basename "$source" .cu)
     [ "$source" = "cuda/$name/$name.cu" ] && echo "$name"
 done | xargs -P 2 -I '{}' sh -c '
-    "$1" -cubin -std=c++17 -O3 -lineinfo -gencode=arch=compute_90a,code=sm_90a -Icuda -Xptxas -v \
-        -o "$2/$3.cubin" "cuda/$3/$3.cu" >"$2/$3.log" 2>&1 || { cat "$2/$3.log"; exit 1; }
-' sh "$nvcc" "$work" '{}'
+    "$1" -cubin $4 -Xptxas -v -o "$2/$3.cubin" "cuda/$3/$3.cu" >"$2/$3.log" 2>&1 || { cat "$2/$3.log"; exit 1; }
+' sh "$nvcc" "$work" '{}' "$(cat nvcc.flags)"
 
 python3 - "$work"/*.log <<'PYTHON'
 import pathlib, re, sys

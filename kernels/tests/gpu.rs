@@ -1,5 +1,8 @@
 //! What the tests share: the device, random inputs, and comparisons that print coordinates.
 
+#[path = "../../shared/device/tests/skip/mod.rs"]
+pub(crate) mod skip;
+
 use device::{Device, DeviceBuffer, DeviceError, Stream};
 use half::bf16;
 use kernels::{Kernels, Workspace};
@@ -15,13 +18,13 @@ impl Gpu {
     /// `None`, with a printed reason, where there is no GPU or no kernel.
     pub(crate) fn open() -> Option<Self> {
         if !kernels::AVAILABLE {
-            eprintln!("skipped: built without nvcc");
+            skip::skip(1, "built without nvcc");
             return None;
         }
         let device = match Device::open(0) {
             Ok(device) => device,
             Err(DeviceError::Unavailable { reason }) => {
-                eprintln!("skipped: {reason}");
+                skip::skip(1, reason);
                 return None;
             }
             Err(error) => panic!("{error}"),

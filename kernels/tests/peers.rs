@@ -10,6 +10,7 @@ use kernels::{
     PeerSizes, RmsNorm, SumRanks, Summand, ThenNorm,
 };
 
+use crate::gpu::skip::skip;
 use crate::gpu::{Gpu, Random, widen};
 
 const HIDDEN: usize = 2880;
@@ -28,7 +29,7 @@ struct Rank {
 fn two_ranks(packet_tokens: usize, bulk_tokens: usize) -> Option<Vec<Rank>> {
     Gpu::open()?;
     if device::probe().unwrap() < 2 {
-        eprintln!("skipped: one GPU, two are needed");
+        skip(2, "one GPU, two are needed");
         return None;
     }
     let sizes = PeerSizes { ranks: 2, hidden: HIDDEN, packet_tokens, bulk_tokens };

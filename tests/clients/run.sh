@@ -11,11 +11,14 @@ damask=target/release/damask
 stack=
 
 finish() {
+    local code=$?
     if [ -n "$stack" ]; then
         kill "$stack" 2>/dev/null || true
-        wait "$stack" || true
+        # A service that dies at its exit has answered everything before.
+        wait "$stack" || { echo "the stack ended with exit code $?" >&2; code=1; }
     fi
     rm -rf "$work"
+    exit "$code"
 }
 trap finish EXIT
 
@@ -46,6 +49,8 @@ unset DAMASK_GATEWAY__API_KEYS DAMASK_GATEWAY__RESPONSES_STORE
 export DAMASK="$PWD/$damask" DAMASK_READY_FILE="$work/ready.json" PYTHONPATH="$work/stubs" PYTHONDONTWRITEBYTECODE=1
 export OPENAI_AGENTS_DISABLE_TRACING=1
 address() { "$venv/bin/python" -c "import json; print(json.load(open('$work/ready.json'))['$1'])"; }
-cargo run --release --quiet --package tests --example generate -- "$(address router)"
-cargo run --release --quiet --package tests --example chat -- "$(address gateway)" sk-single
+# Of the whole workspace, as its tests are: with the features of one package alone, cargo would build most crates once more.
+cargo build --release --quiet --workspace --examples
+target/release/examples/generate "$(address router)"
+target/release/examples/chat "$(address gateway)" sk-single
 "$venv/bin/pytest" --quiet -p no:cacheprovider --durations=5 tests/clients "$@"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import MODEL, chat_cases, tool
+from conftest import MODEL, chat_cases
 
 CASES = chat_cases()
 #: One case of every skill; the Rust runner `tests/tests/chat.rs` does them all in all layouts.

@@ -1,12 +1,11 @@
-"""What `two_gpus.sh` reads out of tables, as lines PASS or FAIL; and where cargo has put its binaries.
+"""What `two_gpus.sh` reads out of tables, as lines PASS or FAIL; exits with 1 for a FAIL, and for tables that are not there.
 
-    gates.py binaries DIR < MESSAGES    copies the executables that cargo's JSON messages name to DIR, by the names that two_gpus.sh has for them
     gates.py path FILE                  a table of the bench device_path
     gates.py all-reduce FILE            tables of the bench all_reduce
     gates.py sweep DIR                  files of `damask sweep`
 """
 
-import json, pathlib, re, shutil, sys
+import json, pathlib, re, sys
 
 RATE_GB_PER_S = 300
 SUM_US = {1: 5, 2: 5, 4: 5, 8: 5, 32: 7}  # by tokens
@@ -14,13 +13,12 @@ TAIL_US = 2000
 # vLLM 0.23.0 with TP2 on the same kind of machine, same shapes and precision: ms of a decode step of 120b by batch, context 1024.
 VLLM_TP2_MS = {1: 3.94, 8: 6.3, 32: 11.6}
 
-# (kind, name) of cargo's targets.
-BINARIES = {("test", "kernels"): "kernels", ("bench", "kernels"): "bench", ("test", "driver"): "driver", ("test", "cuda"): "engine",
-            ("test", "contract"): "contract", ("bench", "device_path"): "device_path"}
+passed = []
 
 
 def gate(ok, what):
     print("PASS" if ok else "FAIL", what)
+    passed.append(ok)
 
 
 def tables(path):
@@ -35,18 +33,11 @@ def tables(path):
     return found
 
 
-def binaries(folder):
-    for line in sys.stdin:
-        message = json.loads(line)
-        executable, target = message.get("executable"), message.get("target", {})
-        name = executable and BINARIES.get((target["kind"][0], target["name"]))
-        if name:
-            shutil.copy(executable, pathlib.Path(folder) / name)
-
-
 def path(file):
     [[head, *rows]] = tables(file)
     at = {name: head.index(name) for name in ("tokens", "handed over", "us, median", "GB/s")}
+    if {"tail" in row[at["handed over"]] for row in rows} != {True, False}:
+        raise ValueError("rows of both kinds are needed")
     for row in rows:
         tokens, what, us, rate = (row[at[name]] for name in ("tokens", "handed over", "us, median", "GB/s"))
         if "tail" in what:
@@ -65,6 +56,8 @@ def all_reduce(file):
     for tokens, most in SUM_US.items():
         us = best(ours[tokens], ("packets", "bulk"))
         gate(us < most, f"sum of {tokens} tokens over two cards: {us} us (below {most})")
+    if not nccl:
+        raise ValueError("no table of NCCL's sums")
     for tokens, row in nccl.items():
         fused, apart = best(ours[tokens], ("packets, experts, norm", "bulk, experts, norm")), float(row["experts, sum, norm"])
         gate(fused < apart, f"experts, sum, norm of {tokens} tokens: {fused} us in one kernel, {apart} us by NCCL and two")
@@ -84,4 +77,9 @@ def sweep(folder):
 
 
 if __name__ == "__main__":
-    {"binaries": binaries, "path": path, "all-reduce": all_reduce, "sweep": sweep}[sys.argv[1]](*sys.argv[2:])
+    what, *arguments = sys.argv[1:]
+    try:
+        {"path": path, "all-reduce": all_reduce, "sweep": sweep}[what](*arguments)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        gate(False, f"{what}: not the tables that are wanted ({type(error).__name__}: {error})")
+    sys.exit(0 if passed and all(passed) else 1)

@@ -13,8 +13,8 @@ beside prompts that are prefilled and not sent (one token is asked for). Times a
 windows of 100 ms; the table has their medians.
 """
 
-import argparse, concurrent.futures, json, pathlib, sys, threading, time, urllib.error
-from stack import LAYOUTS, Stack, num_cards, ranks
+import argparse, concurrent.futures, json, os, pathlib, re, sys, threading, time, urllib.error
+from stack import LAYOUTS, Stack, StackError, num_cards, ranks
 
 HERE = pathlib.Path(__file__).resolve().parent
 CASES = HERE.parent / "fixtures/nano/chat.jsonl"
@@ -69,7 +69,7 @@ def chat_of(args, cases, name, transport):
             if reached and len(reached) != ranks(stack.decode.config["layout"]):
                 complaints.append(f"data paths to decode's ranks {sorted(reached)} alone")
             metrics, paths = stack.decode.metrics(), sorted({word for line in stack.data_paths() for word in line.split() if word.startswith("path=")})
-    except (OSError, RuntimeError) as error:
+    except (OSError, StackError) as error:
         return f"| {name} | {transport} | - | - | - | - | - | - | {time.monotonic() - started:.0f} |", [str(error)]
     moved = metrics.get('damask_transfer_stage_bytes_total{stage="move"}', 0) / 1e6
     compared, corrupt = (int(metrics.get(f"damask_transfer_{what}_total", 0)) for what in ("checksums_compared", "batches_corrupt"))
@@ -306,14 +306,21 @@ def main():
     unknown = [name for name in args.layouts if name not in LAYOUTS and name != "cpu"]
     if unknown:
         parser.error(f"no layout {unknown[0]}")
-    cards = num_cards()
+    cards, promised = num_cards(), int(os.environ.get("DAMASK_TEST_GPUS", 0))
+    if args.layouts != ["cpu"] and cards < promised:
+        gate(False, f"{args.what}: {cards} GPUs, {promised} were promised")
+        return 1
     if args.layouts != ["cpu"] and cards == 0:
         print("skipped: no GPU here (--layout cpu rehearses)")
         return 0
     if cards == 1:
         LAYOUTS.update({name: layout.on_one_card() for name, layout in LAYOUTS.items()})
     cases = [json.loads(line) for line in CASES.read_text().splitlines() if line.strip()]
-    return 0 if {"chat": run_chat, "kill": run_kills, "load": run_load}[args.what](args, cases) else 1
+    try:
+        return 0 if {"chat": run_chat, "kill": run_kills, "load": run_load}[args.what](args, cases) else 1
+    except StackError as error:
+        gate(False, f"{args.what}: {error}")
+        return 1
 
 
 if __name__ == "__main__":

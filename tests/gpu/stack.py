@@ -71,10 +71,14 @@ def visible(cards):
     return ",".join(outer.split(",")[int(card)] for card in cards.split(",")) if outer else cards
 
 
+class StackError(Exception):
+    """A service that does not start, or does not end as it should."""
+
+
 class Service:
     def __init__(self, stack, role, config, cards=None):
         self.stack, self.role, self.config, self.cards = stack, role, config, cards
-        self.process, self.lines = None, []
+        self.process, self.lines, self.was_killed = None, [], False
 
     def start(self):
         path = self.stack.folder / f"{self.role}.yaml"
@@ -83,7 +87,7 @@ class Service:
         if self.cards is not None:
             env["CUDA_VISIBLE_DEVICES"] = visible(self.cards)
         command = [self.stack.binary, self.role, "--config", str(path), "--log-level", "info"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+        self.process, self.was_killed = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env), False
         threading.Thread(target=self.read, args=(self.process,), daemon=True).start()
 
     def read(self, process):
@@ -94,13 +98,13 @@ class Service:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                raise RuntimeError(f"{self.role} ended with {self.process.returncode}:\n" + "\n".join(self.lines[-20:]))
+                raise StackError(f"{self.role} ended with {self.process.returncode}:\n" + "\n".join(self.lines[-20:]))
             try:
                 get(self.config["admin_listen"], "/health/ready")
                 return
             except OSError:
                 time.sleep(0.02)
-        raise RuntimeError(f"{self.role} is not ready:\n" + "\n".join(self.lines[-20:]))
+        raise StackError(f"{self.role} is not ready:\n" + "\n".join(self.lines[-20:]))
 
     def wait_line(self, text, seen, seconds=20):
         end = time.monotonic() + seconds
@@ -113,6 +117,7 @@ class Service:
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        self.was_killed = True
 
     def metrics(self):
         """`{name and labels: value}` of one scrape."""
@@ -173,23 +178,30 @@ class Stack:
                 service.start()
             for service in self.services:
                 service.wait_ready()
-        except RuntimeError:
-            self.__exit__()
+        except StackError as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
-    def __exit__(self, *_):
-        running = [service for service in reversed(self.services) if service.process is not None]
+    def __exit__(self, _type, error, _traceback):
+        """Ends the services. Each must end well: a worker that dies at its exit has answered everything before."""
+        running = [service for service in reversed(self.services) if service.process is not None and not service.was_killed]
         for service in running:
             if service.process.poll() is None:
                 service.process.terminate()
+        wrong = []
         for service in running:
             try:
-                service.process.wait(10)
+                if service.process.wait(10) != 0:
+                    wrong.append(f"{service.role} ended with {service.process.returncode}:\n" + "\n".join(service.lines[-5:]))
             except subprocess.TimeoutExpired:
-                print(f"{service.role} does not end by SIGTERM", file=sys.stderr)
+                wrong.append(f"{service.role} does not end by SIGTERM")
                 service.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+        if wrong and error is None:
+            raise StackError("\n".join(wrong))
+        for line in wrong:
+            print(line, file=sys.stderr)
 
     def model(self):
         return json.loads(get(self.url, "/v1/models"))["data"][0]["id"]

@@ -7,7 +7,7 @@
 # Needs bash, python3 (its standard library) and NCCL where the loader finds it. Parts, with minutes on two H200:
 #   doctor     0.5  damask doctor
 #   contract   1    the transport contract over every transport, NCCL included
-#   kernels    1.5  tests of the kernels on one card and of the driver's wrappers on the other, then of kernels over both
+#   kernels    2    tests of the kernels on one card and of the driver's wrappers on the other, then of kernels and communicators over both
 #   engine     2    tests of the CUDA engine, in every layout of up to four ranks
 #   chat       6    gpt-oss-nano's chat cases by four services in every layout, over auto and nccl
 #   kills      4    20 kills over the phases of a transfer, by ipc on one card and by nccl on two, at the same time
@@ -19,31 +19,22 @@ set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 PARTS=(doctor contract kernels engine chat kills path load all-reduce sweep)
 
-build() {
-    mkdir -p "$1"
-    cargo build --release
-    cp target/release/damask "$1/damask"
-    { cargo test --release -p device -p kernels --no-run --message-format=json
-      cargo test --release -p engine --test cuda --no-run --message-format=json
-      cargo test --release -p transfer --test contract --no-run --message-format=json
-      cargo bench -p kernels --no-run --message-format=json
-      cargo bench -p transfer --bench device_path --no-run --message-format=json; } | python3 "$here/gates.py" binaries "$1"
-    strip "$1"/*
-    ls -l "$1"
-}
+build() { python3 "$here/binaries.py" "$1" damask driver nccl kernels engine contract bench device_path; }
 
 # gate OK WHAT: OK is an exit code.
 gate() {
     if [ "$1" = 0 ]; then echo "PASS $2"; else echo "FAIL $2"; fi
 }
 
-# suite NAME COMMAND..: a binary of tests; its last line, and what failed.
+# suite NAME COMMAND..: a binary of tests; its last line, and what failed. One that ran none has failed.
 suite() {
-    local name=$1 code=0
+    local name=$1 code=0 result
     shift
     "$@" >"$out/$name.log" 2>&1 || code=$?
     grep -E '^test .*FAILED|panicked at' "$out/$name.log" | head -n 20
-    gate "$code" "$name: $(grep -E '^test result' "$out/$name.log" | tail -n 1 || echo "exit code $code")"
+    result=$(grep -E '^test result' "$out/$name.log" | tail -n 1)
+    grep -qE ' [1-9][0-9]* passed' <<<"$result" || [ "$code" != 0 ] || code=1
+    gate "$code" "$name: ${result:-no result, exit code $code}"
 }
 
 doctor() {
@@ -57,19 +48,27 @@ contract() {
 }
 
 kernels() {
-    CUDA_VISIBLE_DEVICES=$(card 0) suite kernels "$bin/kernels" --test-threads 4 --skip peers --skip groups &
-    CUDA_VISIBLE_DEVICES=$(card 1) suite driver "$bin/driver" --test-threads 1 &
+    DAMASK_TEST_GPUS=1 CUDA_VISIBLE_DEVICES=$(card 0) suite kernels "$bin/kernels" --test-threads 4 --skip peers --skip groups &
+    DAMASK_TEST_GPUS=1 CUDA_VISIBLE_DEVICES=$(card 1) suite driver "$bin/driver" --test-threads 1 &
     wait
     suite kernels-two-cards "$bin/kernels" peers groups --test-threads 1
+    suite driver-two-cards "$bin/driver" links --test-threads 1
+    suite nccl "$bin/nccl" --test-threads 1
 }
 
 engine() { suite engine "$bin/engine" --test-threads 1; }
 
 chat() { python3 "$here/kv_transfer.py" "$bin/damask" chat; }
 
+# kill_over LAYOUT TRANSPORT: its own lines, and one that says how it ended.
+kill_over() {
+    python3 "$here/kv_transfer.py" "$bin/damask" --layout "$1" --transport "$2" kill >"$out/kills-$2.md" 2>&1
+    gate $? "kills over $2: the script's end" >>"$out/kills-$2.md"
+}
+
 kills() {
-    python3 "$here/kv_transfer.py" "$bin/damask" --layout tp1-tp1-one-card --transport ipc kill >"$out/kills-ipc.md" 2>&1 &
-    python3 "$here/kv_transfer.py" "$bin/damask" --layout tp1-tp1 --transport nccl kill >"$out/kills-nccl.md" 2>&1 &
+    kill_over tp1-tp1-one-card ipc &
+    kill_over tp1-tp1 nccl &
     wait
     cat "$out/kills-ipc.md" "$out/kills-nccl.md"
 }
@@ -87,14 +86,17 @@ load() { python3 "$here/kv_transfer.py" "$bin/damask" --layout tp1-tp1 --transpo
 
 all-reduce() {
     "$bin/bench" --bench all_reduce 2>&1 | tee "$out/all-reduce.md"
+    gate "${PIPESTATUS[0]}" "the bench all_reduce"
     python3 "$here/gates.py" all-reduce "$out/all-reduce.md"
 }
 
 # sweep_one SHAPE TP EP DP [CARD]
 sweep_one() {
-    local name=$1-tp$2-ep$3-dp$4
+    local name=$1-tp$2-ep$3-dp$4 prompts=1024,8192
+    # Prefill has no attention groups.
+    [ "$4" = 1 ] || prompts=none
     [ -z "${5:-}" ] || export CUDA_VISIBLE_DEVICES=$5
-    "$bin/damask" sweep --shape "$1" --tp "$2" --ep "$3" --dp "$4" --prompts 1024,8192 --batches 1,8,32,128 --contexts 1024 \
+    "$bin/damask" sweep --shape "$1" --tp "$2" --ep "$3" --dp "$4" --prompts $prompts --batches 1,8,32,128 --contexts 1024 \
         --out "$out/sweep" --name "$name" >"$out/sweep-$name.log" 2>&1
     gate $? "sweep $name: $(tail -n 1 "$out/sweep-$name.log")"
 }
@@ -109,6 +111,7 @@ sweep() {
         sweep_one $shape 2 2 1
         sweep_one $shape 1 2 2
         "$bin/damask" plan --gpu-hour-usd 4 "$out"/sweep/$shape-*.json
+        gate $? "plan $shape"
     done
     python3 "$here/gates.py" sweep "$out/sweep"
 }
@@ -120,10 +123,13 @@ card() {
 }
 
 run() {
-    local parts=("${@:3}")
-    bin=$(cd "$1" && pwd) out=$2
+    local parts=("${@:3}") code
+    bin=$(cd "$1" && pwd) || return
+    out=$2
+    # Tests that find less than this fail, and do not skip themselves.
+    export DAMASK_TEST_GPUS=2 NANO_FIXTURES=$here/../fixtures/nano
     [ ${#parts[@]} -gt 0 ] || parts=("${PARTS[@]}")
-    mkdir -p "$out"
+    mkdir -p "$out" || return
     for part in "${parts[@]}"; do
         if ! [[ " ${PARTS[*]} " == *" $part "* ]]; then
             echo "no part $part; there are ${PARTS[*]}" >&2
@@ -134,7 +140,10 @@ run() {
         printf '\n## %s\n\n' "$part"
         SECONDS=0
         "$part" 2>&1 | tee "$out/$part.out"
+        code=${PIPESTATUS[0]}
         echo "($part: $SECONDS s)"
+        # A part that fails says of what; one that does not has crashed.
+        [ "$code" = 0 ] || grep -q '^FAIL ' "$out/$part.out" || echo "FAIL $part: exit code $code" | tee -a "$out/$part.out"
         grep -qE '^(PASS|FAIL) ' "$out/$part.out" || echo "FAIL $part: no gate was reached" | tee -a "$out/$part.out"
     done
     printf '\n## gates\n\n'

@@ -1,9 +1,9 @@
 {{/* What the schema cannot say. Included by NOTES.txt and by the StatefulSet, so that every way of rendering meets it. */}}
 {{- define "damask.validate" -}}
 {{- $gateway := .Values.gateway -}}
-{{- $stateful := or $gateway.persistence.enabled (hasKey $gateway.config "store") -}}
+{{- $stateful := or $gateway.persistence.enabled (hasKey $gateway.config "responses_store") -}}
 {{- if and $stateful (or (gt (int $gateway.replicas) 1) $gateway.autoscaling.enabled) -}}
-{{- fail "gateway.replicas: a gateway with a store (gateway.config.store or gateway.persistence) runs as one replica, without autoscaling: one process owns the store's file" -}}
+{{- fail "gateway.replicas: a gateway with a store (gateway.config.responses_store or gateway.persistence) runs as one replica, without autoscaling: one process owns the store's file" -}}
 {{- end -}}
 {{- if and (ne .Values.model.source "embedded-nano") (not .Values.model.volume) -}}
 {{- fail (printf "model.volume: the model %s must come from a volume" .Values.model.source) -}}

@@ -7,9 +7,7 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::fp8::Exactness;
-use model::{Checkpoint, Convert, ConvertReport, DenseFormat};
-
-const EMBEDDED_NANO: &str = "embedded-nano";
+use model::{Checkpoint, Convert, ConvertReport, DenseFormat, EMBEDDED_NANO};
 
 /// Options of `damask convert`.
 #[derive(Debug, Args)]

@@ -11,12 +11,11 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use clap::Args;
 use serde::Deserialize;
-use tokio::sync::watch;
-use tokio::task::JoinSet;
+use types::Role;
 
 use crate::fleet::visible_devices;
 use crate::stack::KILL_AFTER_GRACE;
-use crate::supervisor::{Pids, Service, supervise};
+use crate::supervisor::{Pids, Service, Services};
 use crate::up::told_to_end;
 
 /// Run the workers of one node as child processes.
@@ -41,7 +40,7 @@ struct NodeFile {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Worker {
-    role: WorkerRole,
+    role: Role,
     /// Unique on the node; with the node's name before it, in the fleet.
     name: String,
     /// GPUs, as the container counts them; empty on the CPU.
@@ -49,22 +48,6 @@ struct Worker {
     devices: Vec<u32>,
     /// The worker's own file.
     config: PathBuf,
-}
-
-#[derive(Debug, Clone, Copy, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum WorkerRole {
-    Prefill,
-    Decode,
-}
-
-impl WorkerRole {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-        }
-    }
 }
 
 impl NodeFile {
@@ -108,37 +91,20 @@ pub(crate) async fn node(args: NodeArgs, options: Vec<String>, drain_grace: Dura
     let own_name = own_name.map_or_else(host_name, Ok)?;
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let services = NodeFile::read(&args.config)?.services(&own_name, visible.as_deref(), &options)?;
-    let (pids, mut running, mut stops) = (Pids::default(), JoinSet::new(), Vec::new());
+    // As if they had served before: a worker that ends at its start, for want of a file system that is not there yet, is started again.
+    let mut running = Services::new(drain_grace + KILL_AFTER_GRACE, Pids::default(), Arc::new(AtomicBool::new(true)));
     for service in services {
-        let (stop, stopped) = watch::channel(false);
-        let (name, pids) = (service.name.clone(), pids.clone());
-        stops.push((name.clone(), stop));
-        // As if it had served before: a worker that ends at its start, for want of a file system that is not there yet, is started again.
-        let restart = Arc::new(AtomicBool::new(true));
-        running.spawn(async move {
-            (name, supervise(service, stopped, drain_grace + KILL_AFTER_GRACE, pids, restart).await)
-        });
+        running.start(service);
     }
-    let mut outcome = tokio::select! {
+    let outcome = tokio::select! {
         ended = told_to_end() => ended.map_err(Into::into),
-        Some(ended) = running.join_next() => {
-            let (name, ended) = ended?;
-            tracing::error!(service = name, "a worker cannot run: ending the others");
-            stops.retain(|(other, _)| *other != name);
-            ended.and_then(|()| Err(anyhow::anyhow!("{name} ended by itself")))
+        error = running.failure() => {
+            tracing::error!("a worker cannot run: ending the others");
+            Err(error)
         }
     };
-    for (name, stop) in &stops {
-        stop.send_replace(true);
-        while let Some(ended) = running.join_next().await {
-            let (ended, drained) = ended?;
-            outcome = outcome.and(drained);
-            if ended == *name {
-                break;
-            }
-        }
-    }
-    outcome
+    let drained = running.drain().await;
+    outcome.and(drained)
 }
 
 fn host_name() -> anyhow::Result<String> {

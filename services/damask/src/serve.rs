@@ -30,8 +30,8 @@ impl Role {
         match self {
             Self::Gateway => "gateway",
             Self::Router => "router",
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
+            Self::Prefill => types::Role::Prefill.name(),
+            Self::Decode => types::Role::Decode.name(),
         }
     }
 }

@@ -7,16 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use serde::Serialize;
-use tokio::sync::watch;
-use tokio::task::JoinSet;
 use types::Role;
 use worker::ModelSource;
 
 use crate::fleet::Fleet;
 use crate::stack_config;
-use crate::supervisor::{Pids, Service, supervise};
+use crate::supervisor::{Pids, Service, Services};
 
 /// What to run, and how spread.
 #[derive(Debug, Clone)]
@@ -68,9 +66,8 @@ pub(crate) struct Stack {
     addresses: Addresses,
     pids: Pids,
     has_served: Arc<AtomicBool>,
-    /// In the order in which services drain: none before those that call it.
-    stops: Vec<(String, watch::Sender<bool>)>,
-    running: JoinSet<(String, anyhow::Result<()>)>,
+    /// None drains before those that call it.
+    services: Services,
     _folder: tempfile::TempDir,
 }
 
@@ -92,9 +89,8 @@ impl Stack {
             tempfile::Builder::new().prefix("damask-").tempdir().context("cannot make a folder for config files")?;
         let pids = Pids::default();
         let has_served = Arc::new(AtomicBool::new(false));
-        let mut running = JoinSet::new();
         let grace = options.drain_grace + KILL_AFTER_GRACE;
-        let mut stops = Vec::new();
+        let mut services = Services::new(grace, Arc::clone(&pids), Arc::clone(&has_served));
         for Bound { role, name, sockets } in bound {
             let path = folder.path().join(format!("{name}.yaml"));
             let config = stack_config::of(options, &addresses, &name);
@@ -102,13 +98,9 @@ impl Stack {
                 .with_context(|| format!("cannot write {}", path.display()))?;
             let environment = stack_config::environment(options, &name)?;
             let options = options.options.clone();
-            let service = Service { role, name: name.clone(), config: path, sockets, options, environment };
-            let (stop, stopped) = watch::channel(false);
-            let (pids, has_served, ended) = (pids.clone(), Arc::clone(&has_served), name.clone());
-            running.spawn(async move { (ended, supervise(service, stopped, grace, pids, has_served).await) });
-            stops.push((name, stop));
+            services.start(Service { role, name, config: path, sockets, options, environment });
         }
-        Ok(Self { addresses, pids, has_served, stops, running, _folder: folder })
+        Ok(Self { addresses, pids, has_served, services, _folder: folder })
     }
 
     /// Where everything listens, with the process ids of this moment.
@@ -137,20 +129,14 @@ impl Stack {
             }
             tokio::select! {
                 () = tokio::time::sleep(Duration::from_millis(50)) => {}
-                Some(ended) = self.running.join_next() => return failure(ended?),
+                error = self.services.failure() => return Err(error),
             }
         }
     }
 
-    /// Waits until a service gives up; restarts in between are not told.
-    ///
-    /// # Errors
-    /// Why it gave up.
-    pub(crate) async fn wait_failure(&mut self) -> anyhow::Result<()> {
-        match self.running.join_next().await {
-            Some(ended) => failure(ended?),
-            None => std::future::pending().await,
-        }
+    /// Waits until a service gives up, and says why; restarts in between are not told.
+    pub(crate) async fn failure(&mut self) -> anyhow::Error {
+        self.services.failure().await
     }
 
     /// Drains the services, those in front first.
@@ -158,20 +144,7 @@ impl Stack {
     /// # Errors
     /// The first service that did not end well; the others are drained all the same.
     pub(crate) async fn drain(mut self) -> anyhow::Result<()> {
-        let mut first_failure = Ok(());
-        for (name, stop) in &self.stops {
-            stop.send_replace(true);
-            while let Some(ended) = self.running.join_next().await {
-                let (ended, outcome) = ended?;
-                if first_failure.is_ok() {
-                    first_failure = outcome.with_context(|| format!("{ended} failed"));
-                }
-                if ended == *name {
-                    break;
-                }
-            }
-        }
-        first_failure
+        self.services.drain().await
     }
 }
 
@@ -199,11 +172,6 @@ impl Loading {
 async fn get(client: &reqwest::Client, admin: SocketAddr, path: &str) -> Option<String> {
     let response = client.get(format!("http://{admin}/{path}")).send().await.ok()?;
     response.error_for_status().ok()?.text().await.ok()
-}
-
-fn failure((name, outcome): (String, anyhow::Result<()>)) -> anyhow::Result<()> {
-    outcome?;
-    bail!("{name} ended by itself")
 }
 
 /// Writes `addresses` so that a reader never sees half a file.
@@ -254,7 +222,7 @@ fn bind_all(options: &StackOptions) -> anyhow::Result<(Addresses, Vec<Bound>)> {
             if role == Role::Decode {
                 sockets.push(("kv", port(0, "kv")?));
             }
-            bound.push(Bound { role: role_name(role), name, sockets });
+            bound.push(Bound { role: role.name(), name, sockets });
         }
     }
     let first = |role: Role| options.fleet.of(role).next().map(|worker| workers[&worker.name]);
@@ -269,14 +237,6 @@ fn bind_all(options: &StackOptions) -> anyhow::Result<(Addresses, Vec<Bound>)> {
         pids: BTreeMap::new(),
     };
     Ok((addresses, bound))
-}
-
-/// A worker's subcommand.
-const fn role_name(role: Role) -> &'static str {
-    match role {
-        Role::Prefill => "prefill",
-        Role::Decode => "decode",
-    }
 }
 
 /// Internal services have documented ports, but which one it is matters only to who looks inside: a taken one is replaced.

@@ -76,7 +76,7 @@ pub(crate) async fn up(args: UpArgs, options: Vec<String>, drain_grace: Duration
         }
         tokio::select! {
             ended = &mut end => { ended?; break; }
-            failed = stack.wait_failure() => { failed?; }
+            error = stack.failure() => return Err(error),
             () = tokio::time::sleep(Duration::from_millis(100)) => {}
         }
     }

@@ -80,6 +80,17 @@ impl DecodeError {
         }
     }
 
+    /// The cause by which a transfer that failed is counted. `None` if something else failed, or if the sender gave up what nobody waits
+    /// for any more: its reader left, or its token ended the answer.
+    pub(crate) const fn failed_transfer(&self) -> Option<&'static str> {
+        match self {
+            Self::Transfer { cause: EndCause::Aborted(transfer::AbortReason::Cancelled), .. } => None,
+            Self::Transfer { cause, .. } => Some(cause.name()),
+            Self::WrongParts { .. } => Some("wrong_parts"),
+            _ => None,
+        }
+    }
+
     /// The stable name in `google.rpc.ErrorInfo`.
     #[must_use]
     pub const fn reason(&self) -> &'static str {

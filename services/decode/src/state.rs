@@ -285,13 +285,12 @@ impl DecodeState {
     /// A commit is terminal: whatever is wrong with it, nothing of the ticket follows.
     fn reject_commit(&mut self, ticket: TicketId, reply: CommitReply, failure: DecodeError) {
         reply.reject(transfer::AbortReason::WrongParts);
-        self.metrics.transfer_failed("wrong_parts");
         self.fail(ticket, AbortReason::TransferFailed, failure);
         self.scheduler.fenced(ticket, &mut self.actions);
     }
 
     fn on_transfer_ended(&mut self, ticket: TicketId, cause: EndCause) {
-        self.metrics.transfer_failed(cause.name());
+        // Without a flight it was ended here, and this is only the fence.
         if let Some(flight) = self.flights.get(&ticket) {
             let reason = match cause {
                 EndCause::Lost(_) => AbortReason::PeerLost,
@@ -392,6 +391,9 @@ impl DecodeState {
                 let failure = broken.map(|failure| DecodeError::Constraint(failure.clone())).or(flight.failure);
                 let error = failure.unwrap_or_else(|| DecodeError::from_reason(reason, &flight.prefill));
                 self.metrics.request_failed(error.reason());
+                if let Some(cause) = error.failed_transfer() {
+                    self.metrics.transfer_failed(cause);
+                }
                 End::Failed(error)
             }
         };

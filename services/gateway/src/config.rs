@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use chassis::net::tls::TlsConfig;
 use chassis::{Address, Problems, Validate};
-use model::{RandomModel, UnknownModel};
+use model::{EMBEDDED_NANO, RandomModel, UnknownModel};
 use serde::{Deserialize, Serialize};
 
 use crate::auth::KeyDigest;
@@ -91,7 +91,6 @@ pub enum ModelSource {
     Directory(PathBuf),
 }
 
-const EMBEDDED_NANO: &str = "embedded-nano";
 const RELEASED: [&str; 2] = ["gpt-oss-20b", "gpt-oss-120b"];
 
 impl FromStr for ModelSource {

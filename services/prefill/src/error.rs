@@ -86,6 +86,21 @@ impl PrefillError {
         }
     }
 
+    /// The cause by which a transfer that failed is counted. `None` if something else failed, if either side gave up what nobody waits for
+    /// any more, or if decode had ended the ticket before it began, of which it tells itself.
+    pub(crate) const fn failed_transfer(&self) -> Option<&'static str> {
+        match self {
+            Self::Transfer(
+                TransferError::GivenUp { .. }
+                | TransferError::Gone { .. }
+                | TransferError::AbortedByPeer { reason: transfer::AbortReason::Cancelled, .. },
+            ) => None,
+            Self::Transfer(error) => Some(error.cause()),
+            Self::Export(_) => Some("export"),
+            _ => None,
+        }
+    }
+
     /// The stable name in `google.rpc.ErrorInfo`.
     #[must_use]
     pub const fn reason(&self) -> &'static str {

@@ -180,7 +180,7 @@ impl PrefillState {
                 TransferEnd::Committed
             }
             Err(error) => {
-                self.metrics.transfer_failed(error.cause());
+                // Of a prompt that has ended it is the answer to that, and no news.
                 self.fail(ticket, error.into());
                 TransferEnd::Aborted
             }
@@ -300,6 +300,9 @@ impl PrefillState {
                 let failure = broken.map(|failure| PrefillError::Constraint(failure.clone())).or(job.failure.clone());
                 let error = failure.unwrap_or_else(|| PrefillError::from_reason(reason));
                 self.metrics.request_failed(error.reason());
+                if let Some(cause) = error.failed_transfer() {
+                    self.metrics.transfer_failed(cause);
+                }
                 job.send(Err(error));
             }
         }

@@ -179,11 +179,11 @@ impl Drive {
     /// Carries one action out; an outcome means that it was the last.
     fn perform(&self, action: Action, flight: &Flight, holdings: &mut Holdings) -> Option<Outcome> {
         match action {
-            Action::Place { avoid } => {
+            Action::Place { avoid, was_refused } => {
                 // The place for the first attempt was taken when the request arrived.
                 if holdings.waiting.is_none() {
                     let prompt_tokens = flight.request().context_len() as u64;
-                    let need = Need { model: self.model.clone(), prompt_tokens, avoid };
+                    let need = Need { model: self.model.clone(), prompt_tokens, avoid, was_refused };
                     holdings.waiting = Some(self.pool.enter_again(need));
                 }
             }
@@ -202,6 +202,10 @@ impl Drive {
                 }
             }
             Action::Prefill { attempt, ticket, sequence } => {
+                // Decode's ticket is its answer.
+                if let Some(permit) = &mut holdings.decode.permit {
+                    permit.answered();
+                }
                 if let Some(permit) = &holdings.prefill.permit {
                     tracing::debug!(attempt, ticket = %ticket.id, "prefilling");
                     let request = self.request(prefill_request(ticket, sequence));
@@ -212,7 +216,7 @@ impl Drive {
             Action::Release(Role::Prefill) => holdings.prefill = Side::default(),
             Action::Release(Role::Decode) => holdings.decode = Side::default(),
             Action::Full(peer) => {
-                let permits = [&holdings.prefill.permit, &holdings.decode.permit];
+                let permits = [&mut holdings.prefill.permit, &mut holdings.decode.permit];
                 if let Some(permit) = permits.into_iter().flatten().find(|permit| *permit.peer() == peer) {
                     tracing::debug!(worker = %peer, "no room, waiting for it");
                     permit.mark_full();

@@ -50,6 +50,9 @@ pub struct Need {
     pub prompt_tokens: u64,
     /// Workers that failed it before.
     pub avoid: Vec<PeerId>,
+    /// Whether a worker had no room for it since it last had its reservation: it then asks a decode worker alone, so that smaller ones
+    /// do not take its room over and over.
+    pub was_refused: bool,
 }
 
 /// A worker's place for one request. To be given back by [`Fleet::release`].
@@ -65,6 +68,10 @@ pub struct Assigned<L> {
     pub gone: CancellationToken,
     /// Counted against the worker.
     pub prompt_tokens: u64,
+    /// Whether the worker refused the request, so that giving this place back makes no room.
+    refused: bool,
+    /// Whether nobody else is sent to the worker until it has answered.
+    asks_alone: bool,
 }
 
 /// A prefill and a decode worker.
@@ -140,8 +147,10 @@ struct Worker<L> {
     /// Requests of this router that have a place here, and their prompt tokens.
     permits: u32,
     permit_tokens: u64,
-    /// It refused a request; believed until its next report or until a place comes free.
+    /// It refused a request; believed until its next report or until another request gives its place back.
     is_full: bool,
+    /// A request that was refused before is asking again, alone.
+    is_asked_again: bool,
 }
 
 impl<L> Worker<L> {
@@ -230,6 +239,7 @@ impl<L: Clone> Fleet<L> {
             permits: 0,
             permit_tokens: 0,
             is_full: false,
+            is_asked_again: false,
         };
         self.next_no += 1;
         for other in &self.workers {
@@ -339,7 +349,8 @@ impl<L: Clone> Fleet<L> {
             let (p, d) = placement::choose(&prefill_candidates, &decode_candidates, linked, &need.avoid)?;
             (prefills[p].no, decodes[d].no)
         };
-        Ok((self.assign(prefill, need.prompt_tokens), self.assign(decode, need.prompt_tokens)))
+        // Prefill takes prompts in turn whatever their size: there nobody is overtaken.
+        Ok((self.assign(prefill, need.prompt_tokens, false), self.assign(decode, need.prompt_tokens, need.was_refused)))
     }
 
     fn prefill_candidate<'a>(&self, worker: &'a Worker<L>) -> PrefillCandidate<'a> {
@@ -350,33 +361,53 @@ impl<L: Clone> Fleet<L> {
         }
     }
 
-    fn assign(&mut self, no: WorkerNo, prompt_tokens: u64) -> Assigned<L> {
-        let worker = self.workers.iter_mut().find(|worker| worker.no == no).expect("it was chosen from this list");
+    fn assign(&mut self, no: WorkerNo, prompt_tokens: u64, asks_alone: bool) -> Assigned<L> {
+        let worker = self.worker_mut(no).expect("it was chosen from this list");
         worker.permits += 1;
         worker.permit_tokens += prompt_tokens;
+        worker.is_asked_again |= asks_alone;
         Assigned {
             worker: no,
             peer: worker.report.description.peer.clone(),
             link: worker.link.clone(),
             gone: worker.gone.clone(),
             prompt_tokens,
+            refused: false,
+            asks_alone,
         }
     }
 
     /// Gives a place back. A worker that was lost meanwhile has none to take.
-    pub fn release(&mut self, no: WorkerNo, prompt_tokens: u64) {
-        if let Some(worker) = self.workers.iter_mut().find(|worker| worker.no == no) {
+    pub fn release(&mut self, assigned: &mut Assigned<L>) {
+        self.answered(assigned);
+        if let Some(worker) = self.worker_mut(assigned.worker) {
             worker.permits -= 1;
-            worker.permit_tokens -= prompt_tokens;
-            worker.is_full = false;
+            worker.permit_tokens -= assigned.prompt_tokens;
+            // A request that got nothing leaves nothing behind.
+            worker.is_full &= assigned.refused;
         }
     }
 
-    /// The worker refused a request for lack of room.
-    pub fn mark_full(&mut self, no: WorkerNo) {
-        if let Some(worker) = self.workers.iter_mut().find(|worker| worker.no == no) {
+    /// The worker refused the request for lack of room.
+    pub fn mark_full(&mut self, assigned: &mut Assigned<L>) {
+        self.answered(assigned);
+        assigned.refused = true;
+        if let Some(worker) = self.worker_mut(assigned.worker) {
             worker.is_full = true;
         }
+    }
+
+    /// The worker has taken the request in, or will not: others may ask it.
+    pub fn answered(&mut self, assigned: &mut Assigned<L>) {
+        if std::mem::take(&mut assigned.asks_alone)
+            && let Some(worker) = self.worker_mut(assigned.worker)
+        {
+            worker.is_asked_again = false;
+        }
+    }
+
+    fn worker_mut(&mut self, no: WorkerNo) -> Option<&mut Worker<L>> {
+        self.workers.iter_mut().find(|worker| worker.no == no)
     }
 
     /// Number of workers of a role in a state.
@@ -393,7 +424,7 @@ fn decode_candidate<L>(worker: &Worker<L>) -> DecodeCandidate<'_> {
         sequences: worker.permits.max(load.waiting.saturating_add(load.running)),
         sequences_max: description.max_sequences,
         // The worker's own count may be old, or include what other routers gave it: it has the last word by refusing.
-        has_room: !worker.is_full && worker.permits < description.max_sequences,
+        has_room: !worker.is_full && !worker.is_asked_again && worker.permits < description.max_sequences,
     }
 }
 

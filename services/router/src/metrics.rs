@@ -126,9 +126,9 @@ fn mirror_pool(registry: &Metrics, pool: &Arc<WorkerPool>) {
         let (num_in_flight, num_queued) = pool.num_requests();
         in_flight.set(num_in_flight.into());
         queued.set(num_queued as i64);
-        for (role, role_name) in [(Role::Prefill, "prefill"), (Role::Decode, "decode")] {
+        for role in [Role::Prefill, Role::Decode] {
             for state in WorkerState::ALL {
-                let label = WorkersLabel { role: role_name, state: state.name() };
+                let label = WorkersLabel { role: role.name(), state: state.name() };
                 workers.get_or_create(&label).set(pool.num_workers(role, state) as i64);
             }
         }

@@ -45,7 +45,12 @@ impl InferenceService {
         let request = complete(message, &served)?;
         let timeouts = [request.timeout, wire::deadline::from_metadata(&metadata)].into_iter().flatten();
         let timeout = timeouts.min().unwrap_or(self.request_timeout).min(self.request_timeout);
-        let need = Need { model: served.model.clone(), prompt_tokens: request.context_len() as u64, avoid: Vec::new() };
+        let need = Need {
+            model: served.model.clone(),
+            prompt_tokens: request.context_len() as u64,
+            avoid: Vec::new(),
+            was_refused: false,
+        };
         let waiting = self.pool.enter(need)?;
         self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);
         let span = tracing::info_span!("flight", request_id = %request.id, otel.kind = "server");

@@ -52,14 +52,20 @@ impl Permit {
     }
 
     /// The worker refused the request.
-    pub(crate) fn mark_full(&self) {
-        self.pool.lock().fleet.mark_full(self.assigned.worker);
+    pub(crate) fn mark_full(&mut self) {
+        self.pool.lock().fleet.mark_full(&mut self.assigned);
+    }
+
+    /// The worker has taken the request in.
+    pub(crate) fn answered(&mut self) {
+        self.pool.lock().fleet.answered(&mut self.assigned);
+        self.pool.pump();
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.pool.lock().fleet.release(self.assigned.worker, self.assigned.prompt_tokens);
+        self.pool.lock().fleet.release(&mut self.assigned);
         self.pool.pump();
     }
 }

@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUresult};
 
 use crate::error::{DeviceError, Result, check};
+use crate::link::driver_version;
 use crate::stream::{EventShared, Stream, StreamShared};
 
-/// Oldest driver that loads what nvcc 13.0 emits, as `cuDriverGetVersion` counts.
-const MIN_DRIVER_VERSION: i32 = 13_000;
+/// Oldest CUDA, major and minor, whose drivers load what nvcc 13.0 emits.
+pub const MIN_CUDA: (u32, u32) = (13, 0);
 
 /// Number of GPUs that the driver offers here.
 ///
@@ -16,20 +17,17 @@ const MIN_DRIVER_VERSION: i32 = 13_000;
 /// `Unavailable`, with what is missing: library, driver version or device.
 pub fn probe() -> Result<u32> {
     let unavailable = |reason: String| DeviceError::Unavailable { reason };
-    // The bindings panic on a missing library, so this check comes before any other call.
-    // SAFETY: loads and unloads the library, which has no other precondition.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(unavailable("the driver library libcuda.so.1 is not installed".into()));
+    // Before any other call: it finds a missing library, on which the bindings panic.
+    let version = driver_version()?;
+    if version < MIN_CUDA {
+        let ((major, minor), (min_major, min_minor)) = (version, MIN_CUDA);
+        return Err(unavailable(format!(
+            "the driver supports CUDA {major}.{minor}, {min_major}.{min_minor} is needed"
+        )));
     }
-    // SAFETY: the library is present; all three take plain out-pointers.
+    // SAFETY: the library is present; one takes a number, the other a plain out-pointer.
     unsafe {
         check("cuInit", sys::cuInit(0)).map_err(|error| unavailable(error.to_string()))?;
-        let mut version = 0;
-        check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut version))?;
-        if version < MIN_DRIVER_VERSION {
-            let (major, minor) = (version / 1000, version % 1000 / 10);
-            return Err(unavailable(format!("the driver supports CUDA {major}.{minor}, 13.0 is needed")));
-        }
         let mut count = 0;
         check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
         match u32::try_from(count) {

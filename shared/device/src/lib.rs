@@ -24,7 +24,7 @@ mod shared_memory;
 mod stream;
 mod tensor_map;
 
-pub use driver::{Device, probe};
+pub use driver::{Device, MIN_CUDA, probe};
 pub use error::{DeviceError, Result};
 pub use graph::Graph;
 pub use link::{Link, driver_version};

@@ -2,13 +2,16 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests fail as tests do
 
+mod skip;
+
 use device::{Device, DeviceError, PinnedBuffer, driver_version, probe};
+use skip::skip;
 
 fn open() -> Option<Device> {
     match Device::open(0) {
         Ok(device) => Some(device),
         Err(DeviceError::Unavailable { reason }) => {
-            eprintln!("skipped: {reason}");
+            skip(1, reason);
             None
         }
         Err(error) => panic!("{error}"),
@@ -27,6 +30,18 @@ fn a_missing_gpu_is_an_error_and_never_a_panic() {
 }
 
 #[test]
+fn a_gpu_that_was_promised_and_is_missing_is_a_failure() {
+    let this = std::env::current_exe().unwrap();
+    for (promised, passes) in [("0", true), ("1", probe().is_ok())] {
+        let mut test = std::process::Command::new(&this);
+        let output = test.args(["copies_go_round", "--exact"]).env("DAMASK_TEST_GPUS", promised).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("running 1 test"), "{text}");
+        assert_eq!(output.status.success(), passes, "DAMASK_TEST_GPUS={promised}: {text}");
+    }
+}
+
+#[test]
 fn the_driver_tells_its_version_or_is_missing() {
     match driver_version() {
         Ok((major, _)) => assert!(major >= 13 || probe().is_err(), "a driver that is too old is of no use"),
@@ -38,7 +53,7 @@ fn the_driver_tells_its_version_or_is_missing() {
 fn links_between_gpus_are_told() {
     let Some(first) = open() else { return };
     assert!(first.pci_address().unwrap().contains(':'));
-    let Ok(second) = Device::open(1) else { return eprintln!("skipped: one GPU") };
+    let Ok(second) = Device::open(1) else { return skip(2, "one GPU") };
     let (there, back) = (first.link_to(&second).unwrap(), second.link_to(&first).unwrap());
     assert_eq!(there, back);
     assert!(there.peer_access || !there.native_atomics, "{there:?}");

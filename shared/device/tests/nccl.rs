@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests fail as tests do
 
+mod skip;
+
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,6 +11,7 @@ use std::time::{Duration, Instant};
 use device::nccl::{Abort, Communicator, CommunicatorConfig, Nccl, NcclError, UniqueId};
 use device::{Device, DeviceError, Stream, probe};
 use half::bf16;
+use skip::skip;
 
 const BOUND: Duration = Duration::from_secs(20);
 
@@ -16,9 +19,9 @@ const BOUND: Duration = Duration::from_secs(20);
 fn present(gpus: u32) -> bool {
     match (probe(), Nccl::load()) {
         (Ok(count), Ok(_)) if count >= gpus => return true,
-        (Ok(count), Ok(_)) => eprintln!("skipped: {count} GPUs, {gpus} are needed"),
-        (Err(DeviceError::Unavailable { reason }), _) => eprintln!("skipped: {reason}"),
-        (_, Err(error @ NcclError::LibraryMissing { .. })) => eprintln!("skipped: {error}"),
+        (Ok(count), Ok(_)) => skip(gpus, format!("{count} GPUs, {gpus} are needed")),
+        (Err(DeviceError::Unavailable { reason }), _) => skip(gpus, reason),
+        (_, Err(error @ NcclError::LibraryMissing { .. })) => skip(gpus, error),
         (probed, loaded) => panic!("{probed:?}, {loaded:?}"),
     }
     false

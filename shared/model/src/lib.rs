@@ -34,6 +34,7 @@ pub use e4m3::E4M3;
 pub use fingerprint::sha256_hex;
 pub use fp8::Fp8Matrix;
 pub use identity::ModelIdentity;
+pub use nano::EMBEDDED_NANO;
 pub use param::{Dtype, LayerParam, Param};
 pub use random_model::{RandomModel, ReleasedShape, UnknownModel};
 pub use rank_weights::{

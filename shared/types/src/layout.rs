@@ -5,7 +5,8 @@ use std::fmt;
 use crate::slots::DpGroup;
 
 /// What a worker does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Role {
     /// Computes prompts and sends their KV cache away.
     Prefill,
@@ -13,12 +14,20 @@ pub enum Role {
     Decode,
 }
 
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Role {
+    /// As it stands in logs, metrics, config files and the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
             Self::Prefill => "prefill",
             Self::Decode => "decode",
-        })
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 

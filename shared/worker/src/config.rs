@@ -6,8 +6,7 @@ use std::str::FromStr;
 
 use chassis::config::{Problems, Validate};
 use engine::cpu::{Numerics, Precision};
-use model::{DenseFormat, ExpertFormat, WeightScheme};
-use model::{RandomModel, UnknownModel};
+use model::{DenseFormat, EMBEDDED_NANO, ExpertFormat, RandomModel, UnknownModel, WeightScheme};
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, ParallelLayout};
 
@@ -25,8 +24,6 @@ pub enum ModelSource {
     /// A checkpoint directory, in the Hugging Face layout or the original one.
     Directory(PathBuf),
 }
-
-const EMBEDDED_NANO: &str = "embedded-nano";
 
 impl FromStr for ModelSource {
     type Err = UnknownModel;

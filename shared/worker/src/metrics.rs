@@ -117,7 +117,7 @@ pub struct WorkerMetrics {
     pub transfer_tail_seconds: Histogram,
     /// What of that is what (prefill).
     pub transfer_tail: TransferTail,
-    /// Transfers that ended without a commit, by cause.
+    /// Transfers that failed, by cause; not those that were given up with their request.
     pub transfer_failures: Family<CauseLabel, Counter>,
     /// Requests that ended without an answer, by cause.
     pub request_failures: Family<CauseLabel, Counter>,
@@ -155,7 +155,8 @@ impl WorkerMetrics {
                 seconds_buckets(),
             ),
             transfer_tail: TransferTail::new(metrics),
-            transfer_failures: metrics.counters("transfer_failures", "KV transfers that ended without a commit"),
+            transfer_failures: metrics
+                .counters("transfer_failures", "KV transfers that failed; not those given up with their request"),
             request_failures: metrics.counters("request_failures", "Requests that ended without an answer"),
             preemptions: metrics.counter("preemptions", "Sequences that gave way for lack of pages"),
             mask_seconds: metrics.histogram("mask_seconds", "Seconds to compute a grammar's mask", mask_buckets()),

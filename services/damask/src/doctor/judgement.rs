@@ -4,8 +4,6 @@ use serde::Serialize;
 
 use super::facts::{Facts, PairRates, Rate};
 
-/// Oldest CUDA that the kernels are compiled for.
-const MIN_CUDA: (u32, u32) = (13, 0);
 /// The one architecture of the kernels.
 const CAPABILITY: (u32, u32) = (9, 0);
 /// /dev/shm below this is not enough for NCCL's buffers of a node, where they have to be there.
@@ -14,7 +12,7 @@ const MIN_LOCKED: u64 = 1 << 30;
 /// Copies of 64 MiB within an H200 read and write 3840 to 3920 GB/s.
 const MIN_MEMORY_GB_PER_S: f64 = 3000.0;
 /// NCCL's version with unix sockets that are not abstract.
-const NCCL_NAMED_SOCKETS: u32 = 22_900;
+pub(super) const NCCL_NAMED_SOCKETS: u32 = 22_900;
 
 /// How bad it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -138,8 +136,9 @@ impl Findings {
     fn driver(&mut self, facts: &Facts, expected: Expectations) {
         let driver = &facts.driver;
         let wanted = expected.gpus > 0 || driver.gpus_in_container > 0;
-        if let Some((major, minor)) = driver.cuda.filter(|version| *version < MIN_CUDA) {
-            let text = format!("the driver supports CUDA {major}.{minor}, the kernels need 13.0");
+        if let Some((major, minor)) = driver.cuda.filter(|version| *version < device::MIN_CUDA) {
+            let (min_major, min_minor) = device::MIN_CUDA;
+            let text = format!("the driver supports CUDA {major}.{minor}, the kernels need {min_major}.{min_minor}");
             let update = "the node's driver: 580 or newer";
             self.add(Level::Fault, "driver_too_old", text, update, update);
         } else if let Some(fault) = &driver.fault {

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde::Deserialize;
 
 use super::facts::{Facts, Rate};
-use super::judgement::{Finding, Level};
+use super::judgement::{Finding, Level, NCCL_NAMED_SOCKETS};
 
 /// What another `damask doctor --json` printed, as far as it is read again.
 #[derive(Debug, Deserialize)]
@@ -62,7 +62,7 @@ fn write(out: &mut String, facts: &Facts, findings: &[Finding]) -> std::fmt::Res
 fn nccl(out: &mut String, facts: &Facts) -> std::fmt::Result {
     match (facts.nccl.version, &facts.nccl.path) {
         (Some(version), Some(path)) => {
-            let gated = if version >= 22_900 {
+            let gated = if version >= NCCL_NAMED_SOCKETS {
                 "named sockets, put and signal"
             } else {
                 "neither named sockets nor put and signal (2.29)"

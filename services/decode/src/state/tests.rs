@@ -121,6 +121,7 @@ struct World {
     imported: Imported,
     clock: ManualClock,
     status: Arc<Status>,
+    metrics: chassis::Metrics,
     mailbox: worker::Mailbox<Message>,
 }
 
@@ -154,7 +155,8 @@ impl World {
         let answer = Mutex::new(Revoked::NotOpen);
         let transport = Arc::new(NotedTransport { answer, revoked: Mutex::default(), landings: Mutex::default() });
         let status = Arc::new(Status::default());
-        let metrics = WorkerMetrics::new(&chassis::Metrics::new(), &status);
+        let registry = chassis::Metrics::new();
+        let metrics = WorkerMetrics::new(&registry, &status);
         let scheduler = DecodeScheduler::new(config, layout(2)).unwrap();
         let state = DecodeState::new(
             scheduler,
@@ -166,7 +168,8 @@ impl World {
             metrics,
         );
         let (mailbox, _) = step_loop::mailbox(&StepLoopConfig::default());
-        Self { state, transport, imported, clock: ManualClock(Mutex::new(Instant::now())), status, mailbox }
+        let clock = ManualClock(Mutex::new(Instant::now()));
+        Self { state, transport, imported, clock, status, metrics: registry, mailbox }
     }
 
     fn turn(&mut self, messages: impl IntoIterator<Item = Message>) -> Next {
@@ -199,6 +202,15 @@ impl World {
         self.turn([message]);
         assert_eq!(verdict.try_recv(), Ok(Ok(())));
         stream
+    }
+
+    /// Transfers that were counted as failed, by cause.
+    fn failed_transfers(&self) -> Vec<(String, u64)> {
+        let text = self.metrics.encode();
+        let lines = text.lines().filter_map(|line| line.strip_prefix("damask_transfer_failures_total{cause=\""));
+        lines
+            .map(|line| line.split_once("\"} ").map(|(cause, n)| (cause.to_owned(), n.parse().unwrap())).unwrap())
+            .collect()
     }
 
     fn is_idle(&self) -> bool {
@@ -310,6 +322,24 @@ fn pages_of_a_reader_that_left_wait_for_the_fence() {
     assert!(!world.is_idle());
     world.turn([arrival(1, ArrivalEvent::Ended(EndCause::Revoked))]);
     assert!(world.is_idle());
+    assert!(world.failed_transfers().is_empty(), "it was ended here");
+}
+
+#[test]
+fn a_transfer_that_fails_is_counted_once_and_one_that_is_given_up_is_not() {
+    let failed = |cause: &str| vec![(cause.to_owned(), 1)];
+    let lost = transfer::LossCause::Ended;
+    for (cause, want) in [
+        (EndCause::Aborted(transfer::AbortReason::Cancelled), vec![]),
+        (EndCause::PartsMissing { sent: 2, received: 1 }, failed("parts_missing")),
+        (EndCause::Lost(lost.clone()), failed(lost.name())),
+    ] {
+        let mut world = World::new();
+        let _stream = world.reserve(1, 4, 16);
+        world.turn([begin(1), arrival(1, ArrivalEvent::Ended(cause.clone()))]);
+        assert_eq!(world.failed_transfers(), want, "{cause}");
+        assert!(world.is_idle());
+    }
 }
 
 #[test]
@@ -350,6 +380,7 @@ fn a_commit_without_all_parts_is_rejected() {
     world.turn([message]);
     assert_eq!(verdict.try_recv(), Ok(Err(transfer::AbortReason::WrongParts)));
     assert_eq!(read(&mut stream), [Err("KV_WRONG_PARTS".into())]);
+    assert_eq!(world.failed_transfers(), [("wrong_parts".to_owned(), 1)]);
     assert!(world.is_idle(), "COMMIT is terminal: nothing is left to wait for");
 }
 

@@ -13,7 +13,7 @@ use chassis::net::grpc::{ChannelLimits, channel};
 use chassis::net::{Address, Listener, Network, Socket, TcpNetwork};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::task::JoinHandle;
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
@@ -96,6 +96,7 @@ pub(crate) struct Service {
     pub(crate) channel: Channel,
     pub(crate) peer: PeerId,
     pub(crate) damage: Arc<AtomicU32>,
+    admin: Address,
     running: JoinHandle<Result<(), worker::WorkerError>>,
 }
 
@@ -120,6 +121,7 @@ impl Service {
             assert!(!running.is_finished(), "the service ended: {:?}", running.await);
             tokio::time::sleep(Duration::from_millis(5)).await;
         };
+        let admin = network.bound.lock().unwrap()["admin"].clone();
         let network: Arc<dyn Network> = network;
         let channel = channel(&network, &address, ChannelLimits::default());
         let peer = loop {
@@ -128,11 +130,22 @@ impl Service {
                 _ => tokio::time::sleep(Duration::from_millis(10)).await,
             }
         };
-        Self { shutdown, channel, peer, damage, running }
+        Self { shutdown, channel, peer, damage, admin, running }
     }
 
     pub(crate) async fn report(&self) -> WorkerReport {
         report(&self.channel).await.unwrap()
+    }
+
+    /// The causes by which transfers were counted as failed.
+    pub(crate) async fn failed_transfers(&self) -> Vec<String> {
+        let mut socket = TcpNetwork::default().connect(&self.admin).await.unwrap();
+        socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").await.unwrap();
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.contains("damask_steps_total"), "{answer}");
+        let lines = answer.lines().filter_map(|line| line.strip_prefix("damask_transfer_failures_total{cause=\""));
+        lines.map(|line| line.split('"').next().unwrap().to_owned()).collect()
     }
 
     pub(crate) async fn watch(&self) -> Streaming<pb::WorkerReport> {
@@ -196,6 +209,12 @@ impl Fleet {
     pub(crate) async fn wait_idle(&self) {
         self.decode.wait_idle().await;
         self.prefill.wait_idle().await;
+    }
+
+    /// Neither side counts an end that was ordered as a failure.
+    pub(crate) async fn assert_no_transfer_failed(&self) {
+        let failed = [self.prefill.failed_transfers().await, self.decode.failed_transfers().await];
+        assert_eq!(failed, [[""; 0]; 2], "of prefill and of decode");
     }
 
     pub(crate) async fn reserve(

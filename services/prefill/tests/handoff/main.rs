@@ -87,6 +87,7 @@ async fn a_first_token_that_ends_the_request_transfers_nothing_further() {
         assert_eq!((tokens, finished.reason), (vec![first], FinishReason::Length));
         fleet.wait_idle().await;
     }
+    fleet.assert_no_transfer_failed().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -166,6 +167,7 @@ async fn a_cancel_frees_both_workers_in_every_phase() {
     let steps = fleet.decode.report().await.load.steps;
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert_eq!(fleet.decode.report().await.load.steps, steps, "nothing goes on computing");
+    fleet.assert_no_transfer_failed().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -277,6 +279,8 @@ async fn a_damaged_part_fails_its_own_request_only() {
     drop((decode, other_decode, prefill));
     assert_eq!(fleet.generate(&bad).await.unwrap().0, monolith.generate(&bad));
     fleet.wait_idle().await;
+    assert_eq!(fleet.decode.failed_transfers().await, ["corrupt"]);
+    assert_eq!(fleet.prefill.failed_transfers().await, ["corrupt"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

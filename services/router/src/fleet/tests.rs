@@ -62,7 +62,7 @@ impl Bench {
 
     fn need(&self) -> Need {
         let model = self.fleet.served().map_or_else(model, |served| served.model);
-        Need { model, prompt_tokens: 10, avoid: vec![] }
+        Need { model, prompt_tokens: 10, avoid: vec![], was_refused: false }
     }
 
     fn place(&mut self) -> Result<(Assigned<()>, Assigned<()>), NoPlace> {
@@ -164,23 +164,23 @@ fn another_tp_is_no_difference() {
 #[test]
 fn a_lost_worker_is_told_to_its_requests() {
     let mut bench = Bench::pair();
-    let (prefill, decode) = bench.place().unwrap();
+    let (prefill, mut decode) = bench.place().unwrap();
     bench.fleet.on_lost(&Address::new("d", 1), "test");
     assert!(decode.gone.is_cancelled());
     assert!(!prefill.gone.is_cancelled());
     assert_eq!(bench.num_pairs(), 0);
-    bench.fleet.release(decode.worker, decode.prompt_tokens);
+    bench.fleet.release(&mut decode);
 }
 
 #[test]
 fn a_restarted_worker_is_another_one() {
     let mut bench = Bench::pair();
-    let (_, decode) = bench.place().unwrap();
+    let (_, mut decode) = bench.place().unwrap();
     bench.says(report(Role::Decode, "d", 2));
     assert!(decode.gone.is_cancelled(), "its predecessor is dead");
     assert_eq!(bench.num_pairs(), 1);
     // What the predecessor held is not given back to the successor.
-    bench.fleet.release(decode.worker, decode.prompt_tokens);
+    bench.fleet.release(&mut decode);
     let (_, successor) = bench.place().unwrap();
     assert_eq!(successor.peer.incarnation, Incarnation(2));
     assert_ne!(successor.worker, decode.worker);
@@ -189,10 +189,10 @@ fn a_restarted_worker_is_another_one() {
 #[test]
 fn places_are_bounded_and_come_back() {
     let mut bench = Bench::pair();
-    let first = bench.place().unwrap();
+    let mut first = bench.place().unwrap();
     let _second = bench.place().unwrap();
     assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom, "decode has 2 sequences");
-    bench.fleet.release(first.1.worker, first.1.prompt_tokens);
+    bench.fleet.release(&mut first.1);
     bench.place().unwrap();
 }
 
@@ -201,23 +201,49 @@ fn a_prefill_worker_holds_no_more_than_it_may() {
     let mut bench = Bench::new(1);
     bench.says(report(Role::Prefill, "p", 1));
     bench.says(report(Role::Decode, "d", 1));
-    let (prefill, _) = bench.place().unwrap();
+    let (mut prefill, _) = bench.place().unwrap();
     assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom);
-    bench.fleet.release(prefill.worker, prefill.prompt_tokens);
+    bench.fleet.release(&mut prefill);
     bench.place().unwrap();
 }
 
 #[test]
 fn a_full_worker_is_believed_until_it_reports_or_has_a_place_back() {
     let mut bench = Bench::pair();
-    let (_, decode) = bench.place().unwrap();
-    bench.fleet.mark_full(decode.worker);
+    let (_, mut served) = bench.place().unwrap();
+    let (_, mut refused) = bench.place().unwrap();
+    bench.fleet.mark_full(&mut refused);
     assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom);
+    bench.fleet.release(&mut refused);
+    assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom, "who was refused leaves no room behind");
     bench.says(report(Role::Decode, "d", 1));
-    let (_, second) = bench.place().unwrap();
-    bench.fleet.mark_full(second.worker);
-    bench.fleet.release(decode.worker, decode.prompt_tokens);
+    let (_, mut again) = bench.place().unwrap();
+    bench.fleet.mark_full(&mut again);
+    bench.fleet.release(&mut again);
+    bench.fleet.release(&mut served);
     bench.place().unwrap();
+}
+
+#[test]
+fn one_that_was_refused_asks_alone() {
+    let ends: [fn(&mut Bench, &mut Assigned<()>); 3] = [
+        |bench, asks| bench.fleet.answered(asks),
+        |bench, asks| bench.fleet.release(asks),
+        |bench, asks| {
+            bench.fleet.mark_full(asks);
+            bench.fleet.release(asks);
+            bench.says(report(Role::Decode, "d", 1));
+        },
+    ];
+    for end in ends {
+        let mut bench = Bench::pair();
+        let refused = Need { was_refused: true, ..bench.need() };
+        let (_, mut asks) = bench.fleet.place(&refused).unwrap();
+        bench.says(report(Role::Decode, "d", 1));
+        assert_eq!(bench.place().unwrap_err(), NoPlace::NoRoom, "a smaller one would take what came free");
+        end(&mut bench, &mut asks);
+        bench.place().unwrap();
+    }
 }
 
 #[test]

@@ -91,6 +91,8 @@ pub enum Action {
     Place {
         /// Workers that failed this request before.
         avoid: Vec<PeerId>,
+        /// Whether the last one to be asked had no room.
+        was_refused: bool,
     },
     /// Open the decode leg.
     Reserve {

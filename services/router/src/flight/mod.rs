@@ -115,7 +115,7 @@ impl Flight {
         match flight.finish_reason() {
             // What the client resumes from is a whole answer already.
             Some(reason) => flight.finish(reason, out),
-            None => out.push(Action::Place { avoid: Vec::new() }),
+            None => out.push(Action::Place { avoid: Vec::new(), was_refused: false }),
         }
         flight
     }
@@ -342,7 +342,7 @@ impl Flight {
             // Refused before anything was done: the worker is well, only full.
             ErrorClass::Overloaded if matches!(self.phase, Phase::Reserving { .. } | Phase::Prefilling { .. }) => {
                 out.push(Action::Full(pair.peer(role).clone()));
-                self.requeue(now, out);
+                self.requeue(now, true, out);
             }
             ErrorClass::Retryable => self.on_leg_lost(now, role, AttemptFailure::WorkerLost { role, reason }, out),
             ErrorClass::Overloaded | ErrorClass::Cancelled | ErrorClass::Fatal => {
@@ -416,16 +416,16 @@ impl Flight {
         self.resumptions += 1;
         self.queued_since = now;
         out.push(Action::Resume(failure));
-        self.requeue(now, out);
+        self.requeue(now, false, out);
     }
 
     /// Lets go of both workers and asks for a pair.
-    fn requeue(&mut self, now: Instant, out: &mut Vec<Action>) {
+    fn requeue(&mut self, now: Instant, was_refused: bool, out: &mut Vec<Action>) {
         self.flush(out);
         self.early.clear();
         self.attempt += 1;
         self.release_both(out);
-        out.push(Action::Place { avoid: self.avoid.clone() });
+        out.push(Action::Place { avoid: self.avoid.clone(), was_refused });
         self.enter(now, Phase::Queued);
     }
 

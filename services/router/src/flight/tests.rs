@@ -143,9 +143,11 @@ impl Bench {
 
 fn describe(actions: &[Action]) -> String {
     let texts = actions.iter().map(|action| match action {
-        Action::Place { avoid } if avoid.is_empty() => "place".to_owned(),
-        Action::Place { avoid } => {
-            format!("place avoiding {}", avoid.iter().map(|peer| &*peer.worker.0).collect::<Vec<_>>().join(" "))
+        Action::Place { avoid, was_refused } => {
+            let refused = if *was_refused { " refused" } else { "" };
+            let avoiding = if avoid.is_empty() { "" } else { " avoiding" };
+            let names: String = avoid.iter().map(|peer| format!(" {}", peer.worker)).collect();
+            format!("place{refused}{avoiding}{names}")
         }
         Action::Reserve { attempt, ticket, prefill, sequence } => {
             format!("reserve {attempt} for {} {:?} ticket {}", prefill.worker, sequence.generated, ticket.0)
@@ -243,7 +245,7 @@ const TABLE: &[(&str, &[&str], &str)] = &[
     ("reserving", &["decode closed", "decode lost", "decode gone"], "resume decode_lost, RETRY avoiding d1"),
     ("reserving", &["decode broken"], "resume decode_failed, RETRY avoiding d1"),
     ("reserving", &["prefill gone"], "resume prefill_lost, RETRY avoiding p1"),
-    ("reserving", &["decode full"], "full d1, RETRY"),
+    ("reserving", &["decode full"], "full d1, RETRY refused"),
     ("reserving", &["decode rejects"], "release prefill, release decode, end REJECTED_BY_WORKER"),
     ("reserving", &["client gone"], "release prefill, release decode, end cancelled"),
     ("prefilling", &["first token"], "tokens 0: [10]"),
@@ -253,7 +255,7 @@ const TABLE: &[(&str, &[&str], &str)] = &[
     ("prefilling", &["preempted"], "resume preempted, RETRY"),
     ("prefilling", &["prefill closed", "prefill lost", "prefill gone"], "resume prefill_lost, RETRY avoiding p1"),
     ("prefilling", &["prefill broken"], "resume prefill_failed, RETRY avoiding p1"),
-    ("prefilling", &["prefill full"], "full p1, RETRY"),
+    ("prefilling", &["prefill full"], "full p1, RETRY refused"),
     ("prefilling", &["decode lost", "decode gone"], "resume decode_lost, RETRY avoiding d1"),
     ("prefilling", &["prefill rejects"], "release prefill, release decode, end REJECTED_BY_WORKER"),
     ("prefilling", &["client gone"], "release prefill, release decode, end cancelled"),
@@ -395,7 +397,7 @@ fn refusals_for_lack_of_room_do_not_prolong_the_wait() {
         bench.now += Duration::from_millis(50);
         bench.place(1);
         let attempt = bench.flight.attempt;
-        assert_eq!(bench.event(named_event("decode full", attempt)), format!("full d1, {RETRY}"));
+        assert_eq!(bench.event(named_event("decode full", attempt)), format!("full d1, {RETRY} refused"));
         assert_eq!(bench.flight.deadline(), deadline);
     }
     assert_eq!(bench.flight.resumptions, 0);

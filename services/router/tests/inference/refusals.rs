@@ -99,6 +99,35 @@ async fn a_full_queue_refuses_and_a_long_wait_ends() {
     stand.assert_all_released().await;
 }
 
+/// Heartbeats so rare that none makes a full worker look well.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_that_was_refused_is_sent_again_when_there_may_be_room_and_not_overtaken() {
+    let mut stand = Stand::start(1, 1, |config| {
+        config.workers.heartbeat_interval_ms = 60_000;
+        config.workers.dead_after_ms = 120_000;
+    })
+    .await;
+    stand.slow_down(20);
+    let mut served = stand.generate(request(&[1], 500)).await.unwrap();
+    served.until_tokens(2).await;
+    let script = std::sync::Arc::clone(&stand.decodes[0].script);
+    let asked = || script.asked.load(Ordering::SeqCst);
+    script.refusals.store(1, Ordering::SeqCst);
+    let long = stand.generate(request(&[2; 1_000], 5)).await.unwrap();
+    while asked() < 2 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let small = stand.generate(request(&[3], 5)).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(asked(), 2, "neither again, nor by one behind it");
+    assert_eq!(script.served.load(Ordering::SeqCst), 1);
+    drop(served);
+    assert_eq!(long.whole().await.0.len(), 5);
+    assert_eq!(small.whole().await.0.len(), 5);
+    assert_eq!(asked(), 4);
+    stand.assert_all_released().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deadline_names_the_stage() {
     let mut stand = Stand::start(1, 1, |_| {}).await;

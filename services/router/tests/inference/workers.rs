@@ -45,6 +45,8 @@ pub(crate) struct Script {
     pub(crate) open: AtomicI64,
     /// Streams ever opened.
     pub(crate) served: AtomicU32,
+    /// Requests that were ever asked for room, those that were refused too.
+    pub(crate) asked: AtomicU32,
 }
 
 /// Tickets whose KV has not arrived. Stands for the transport between workers.
@@ -205,6 +207,7 @@ impl Service {
     }
 
     fn refusal(&self) -> Result<(), Status> {
+        self.script.asked.fetch_add(1, Ordering::SeqCst);
         if self.script.rejects.load(Ordering::SeqCst) {
             return Err(wire::status::with_code(tonic::Code::InvalidArgument, "TOO_LONG", "prompt is too long", None));
         }

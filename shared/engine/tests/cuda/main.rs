@@ -10,6 +10,8 @@
 
 #[path = "../driver/mod.rs"]
 mod driver;
+#[path = "../../../device/tests/skip/mod.rs"]
+mod skip;
 
 mod groups;
 mod kv_transfer;
@@ -34,9 +36,12 @@ const ERROR_RATIO: f64 = 1.5;
 /// Whether to run; if not, says why.
 fn gpu_is_here() -> bool {
     match cuda::available() {
-        Ok(_) => true,
+        Ok(gpus) => {
+            assert!(gpus >= skip::promised(), "{gpus} GPUs, {} were promised", skip::promised());
+            true
+        }
         Err(error) => {
-            eprintln!("skipped: {error}");
+            skip::skip(1, error);
             false
         }
     }

@@ -1,5 +1,8 @@
 //! The data paths between GPUs, with both ends in this process. Without a GPU each test says that it was skipped.
 
+#[path = "../../../device/tests/skip/mod.rs"]
+mod skip;
+
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
@@ -8,6 +11,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use kernels::{KvPool, KvPort};
 use kv::KvSlice;
+use skip::skip;
 use transfer::TransportChoice;
 use transfer::data::DataCounters;
 use transfer::device::{DeviceReceive, DeviceSend};
@@ -20,14 +24,14 @@ use crate::support::{Options, World, piped_with_data};
 /// `None`, with a printed reason, where there are fewer GPUs than `count`, or no kernels.
 fn devices(count: u32) -> Option<Vec<Device>> {
     if !kernels::AVAILABLE {
-        eprintln!("skipped: built without nvcc");
+        skip(count, "built without nvcc");
         return None;
     }
     let open = (0..count).map(Device::open).collect::<Result<Vec<_>, _>>();
     match open {
         Ok(devices) => Some(devices),
         Err(DeviceError::Unavailable { reason }) => {
-            eprintln!("skipped: {reason}");
+            skip(count, reason);
             None
         }
         Err(error) => panic!("{error}"),
@@ -148,7 +152,7 @@ async fn alone() -> tokio::sync::OwnedMutexGuard<()> {
 
 async fn alone_over_nccl(options: Options, plan: Option<FaultPlan>) -> Option<World> {
     if let Err(error) = ::device::nccl::Nccl::load() {
-        eprintln!("skipped: {error}");
+        skip(2, error);
         return None;
     }
     let turn = alone().await;

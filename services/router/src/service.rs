@@ -14,6 +14,7 @@ use types::{GenerateEvent, GenerateRequest, RequestId};
 use wire::convert::{RequestDefaults, generate_request};
 use wire::pb;
 
+use crate::affinity::Beginnings;
 use crate::drive::{Drive, ROOM, now};
 use crate::error::RequestError;
 use crate::fleet::{Need, Served};
@@ -45,7 +46,12 @@ impl InferenceService {
         let request = complete(message, &served)?;
         let timeouts = [request.timeout, wire::deadline::from_metadata(&metadata)].into_iter().flatten();
         let timeout = timeouts.min().unwrap_or(self.request_timeout).min(self.request_timeout);
-        let need = Need { model: served.model.clone(), prompt_tokens: request.context_len() as u64, avoid: Vec::new() };
+        let need = Need {
+            model: served.model.clone(),
+            prompt_tokens: request.context_len() as u64,
+            beginnings: Beginnings::of(&request),
+            avoid: Vec::new(),
+        };
         let waiting = self.pool.enter(need)?;
         self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);
         let span = tracing::info_span!("flight", request_id = %request.id, otel.kind = "server");

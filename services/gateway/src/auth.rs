@@ -89,7 +89,7 @@ impl Keys {
             );
             known.push(KnownKey { digest: key.sha256.clone(), suspended: key.suspended, owner });
         }
-        Self { known, everybody: Arc::new(Caller::new("everybody".into(), per_key, now)) }
+        Self { known, everybody: Arc::new(Caller::everybody(per_key, now)) }
     }
 
     /// The owner of the key in an `Authorization` header. Takes the same time whichever key it is and however much of

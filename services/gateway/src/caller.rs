@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use sha2::{Digest, Sha256};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use types::CacheSalt;
 
 use crate::config::KeyLimits;
 use crate::error::ApiError;
@@ -16,6 +18,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Caller {
     name: String,
+    cache_salt: Option<CacheSalt>,
     limits: KeyLimits,
     requests: Option<Mutex<Bucket>>,
     tokens: Option<Mutex<Bucket>>,
@@ -23,11 +26,19 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// A caller that has used nothing yet.
+    /// All who come without a key. They share cached prompts with each other, and with those who call the router themselves without a salt.
+    #[must_use]
+    pub fn everybody(limits: KeyLimits, now: Instant) -> Self {
+        Self { cache_salt: None, ..Self::new("everybody".into(), limits, now) }
+    }
+
+    /// The owner of a key, who has used nothing yet.
     #[must_use]
     pub fn new(name: String, limits: KeyLimits, now: Instant) -> Self {
         let bucket = |per_minute: Option<u32>| per_minute.map(|amount| Mutex::new(Bucket::per_minute(amount, now)));
         Self {
+            // A name may be longer than a salt.
+            cache_salt: Some(CacheSalt::new(&Sha256::digest(&name)).expect("a digest is 32 bytes long")),
             name,
             limits,
             requests: bucket(limits.requests_per_minute),
@@ -40,6 +51,12 @@ impl Caller {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Keeps apart whose cached prompts are reused by whom: how long a prompt takes must not tell one owner what another has asked.
+    #[must_use]
+    pub fn cache_salt(&self) -> Option<&CacheSalt> {
+        self.cache_salt.as_ref()
     }
 
     /// Counts one request in. The permit, if there is a limit, is to be held as long as the request is answered.
@@ -113,6 +130,16 @@ mod tests {
     fn caller(limits: KeyLimits) -> (Caller, Instant) {
         let now = Instant::now();
         (Caller::new("alice".into(), limits, now), now)
+    }
+
+    #[test]
+    fn owners_share_cached_prompts_with_nobody_but_themselves() {
+        let salt = |name: &str| Caller::new(name.into(), KeyLimits::default(), Instant::now()).cache_salt().cloned();
+        assert!(salt("alice").is_some());
+        assert_eq!(salt("alice"), salt("alice"), "at another gateway too");
+        assert_ne!(salt("alice"), salt("bob"));
+        assert_ne!(salt(&"a".repeat(200)), salt(&"a".repeat(201)));
+        assert_eq!(Caller::everybody(KeyLimits::default(), Instant::now()).cache_salt(), None);
     }
 
     #[test]

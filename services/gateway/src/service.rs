@@ -10,7 +10,7 @@ use futures_util::future::try_join_all;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::metadata::MetadataMap;
 use tracing::Span;
-use types::{Constraint, GenerateRequest, RequestId, Sampling, TokenId};
+use types::{CacheSalt, Constraint, GenerateRequest, RequestId, Sampling, TokenId};
 
 use crate::answers::{Answers, Slot};
 use crate::auth::Keys;
@@ -222,7 +222,8 @@ impl Service {
     pub(crate) async fn answer(&self, call: &Call, mut job: Job, slot: Slot) -> Result<Answers, ApiError> {
         let info = self.router.info()?;
         let constraint = self.check(job.constraint.take()).await?;
-        let requests = self.requests(&call.id, &job, constraint.as_ref(), info.max_context_tokens)?;
+        let salt = slot.caller().cache_salt();
+        let requests = self.requests(&call.id, &job, (constraint.as_ref(), salt), info.max_context_tokens)?;
         let prompt_tokens = job.prompts.iter().map(Vec::len).sum::<usize>() as u32;
         slot.caller().spend_prompt(Instant::now(), prompt_tokens, job.prompt_param)?;
         let generations = try_join_all(requests.into_iter().map(|request| self.router.generate(request, call))).await?;
@@ -252,7 +253,7 @@ impl Service {
         &self,
         id: &RequestId,
         job: &Job,
-        constraint: Option<&Constraint>,
+        (constraint, cache_salt): (Option<&Constraint>, Option<&CacheSalt>),
         max_context_tokens: u32,
     ) -> Result<Vec<GenerateRequest>, ApiError> {
         let stop_token_ids = match job.reader {
@@ -276,6 +277,7 @@ impl Service {
                     stop_token_ids: stop_token_ids.clone(),
                     max_tokens: job.max_tokens.map_or(room, |max_tokens| max_tokens.min(room)),
                     constraint: constraint.cloned(),
+                    cache_salt: cache_salt.cloned(),
                     timeout,
                 };
                 request.validate(self.model.fingerprint.vocab_size, max_context_tokens).map_err(|error| {

@@ -58,6 +58,7 @@ async fn a_whole_answer_and_what_the_router_was_asked() {
     assert!(prompt.ends_with("<|start|>user<|message|>What is 191 - 42?<|end|><|start|>assistant"), "{prompt}");
     assert_eq!((received[0].max_tokens, received[0].sampling.as_ref().unwrap().temperature), (Some(1024), Some(0.0)));
     assert!(received[0].sampling.as_ref().unwrap().seed.is_some(), "the gateway draws a missing seed");
+    assert!(received[0].cache_salt.is_empty(), "without keys everybody shares cached prompts");
     for stop in ["<|return|>", "<|call|>"] {
         assert!(received[0].stop_token_ids.contains(&fleet.model.vocabulary().special(stop).unwrap()), "{stop}");
     }

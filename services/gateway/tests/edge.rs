@@ -95,6 +95,13 @@ async fn each_key_has_its_own_limits() {
     assert_eq!(ask("sk-2").await.status(), 200, "other keys are not touched");
     let body = error(ask("sk-2").await, 429, "rate_limit_exceeded").await;
     assert_eq!(body["error"]["message"], "this key may use 100 tokens a minute");
+
+    let salts: Vec<_> = fleet.received.lock().unwrap().iter().map(|request| request.cache_salt.clone()).collect();
+    let [one, again, other] = &salts[..] else { panic!("three were admitted: {salts:?}") };
+    assert!(
+        one == again && one != other && !one.is_empty() && !other.is_empty(),
+        "cached prompts are apart: {salts:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -44,6 +44,10 @@ pub struct Workers {
     /// A worker that says nothing for this long is taken for dead.
     #[serde(default = "default_dead_after_ms")]
     pub dead_after_ms: u64,
+    /// Whether a prompt goes rather to the prefill worker that has computed its beginning before. Of use where prefill workers have
+    /// `prefix_reuse`.
+    #[serde(default = "default_prefix_affinity")]
+    pub prefix_affinity: bool,
 }
 
 /// Bounds of what the router holds.
@@ -98,6 +102,10 @@ fn default_heartbeat_interval_ms() -> u32 {
 
 fn default_dead_after_ms() -> u64 {
     2_000
+}
+
+fn default_prefix_affinity() -> bool {
+    true
 }
 
 impl Default for Limits {

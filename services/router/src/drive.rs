@@ -11,6 +11,7 @@ use tracing::Span;
 use types::{DecodeEvent, ErrorClass, GenerateEvent, GenerateRequest, PrefillEvent, Role, Ticket, TicketId};
 use wire::{InvalidMessage, pb};
 
+use crate::affinity::Beginnings;
 use crate::error::RequestError;
 use crate::fleet::{ModelKey, Need};
 use crate::flight::{Action, Event, Flight, Outcome, Pair};
@@ -183,7 +184,8 @@ impl Drive {
                 // The place for the first attempt was taken when the request arrived.
                 if holdings.waiting.is_none() {
                     let prompt_tokens = flight.request().context_len() as u64;
-                    let need = Need { model: self.model.clone(), prompt_tokens, avoid, was_refused };
+                    let beginnings = Beginnings::of(flight.request());
+                    let need = Need { model: self.model.clone(), prompt_tokens, beginnings, avoid, was_refused };
                     holdings.waiting = Some(self.pool.enter_again(need));
                 }
             }

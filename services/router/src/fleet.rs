@@ -7,6 +7,7 @@ use chassis::Address;
 use tokio_util::sync::CancellationToken;
 use types::{KvEndpoint, ModelFingerprint, PeerId, Role, TokenId, WorkerReport, WorkerState};
 
+use crate::affinity::{Affinity, Beginnings};
 use crate::placement::{self, DecodeCandidate, NoPlace, PrefillCandidate};
 
 /// What makes two workers compute the same tokens.
@@ -28,6 +29,13 @@ impl fmt::Display for ModelKey {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WorkerNo(u64);
 
+#[cfg(test)]
+impl WorkerNo {
+    pub(crate) const fn for_test(no: u64) -> Self {
+        Self(no)
+    }
+}
+
 /// What the fleet can serve now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Served {
@@ -46,8 +54,10 @@ pub struct Served {
 pub struct Need {
     /// Same weights for every attempt.
     pub model: ModelKey,
-    /// Tokens that prefill has to compute.
+    /// Tokens of the context.
     pub prompt_tokens: u64,
+    /// By which a prefill worker is found that has computed some of them.
+    pub beginnings: Beginnings,
     /// Workers that failed it before.
     pub avoid: Vec<PeerId>,
     /// Whether a worker had no room for it since it last had its reservation: it then asks a decode worker alone, so that smaller ones
@@ -172,13 +182,16 @@ pub struct Fleet<L> {
     links: HashMap<PairNo, Link>,
     next_no: u64,
     prefills_per_worker_max: u32,
+    /// `None`: workers compute every prompt from its start.
+    affinity: Option<Affinity>,
 }
 
 impl<L: Clone> Fleet<L> {
-    /// No workers yet.
+    /// No workers yet. With `prefix_affinity` a prompt goes rather to who has computed its beginning before.
     #[must_use]
-    pub fn new(prefills_per_worker_max: u32) -> Self {
-        Self { workers: Vec::new(), links: HashMap::new(), next_no: 0, prefills_per_worker_max }
+    pub fn new(prefills_per_worker_max: u32, prefix_affinity: bool) -> Self {
+        let affinity = prefix_affinity.then(Affinity::default);
+        Self { workers: Vec::new(), links: HashMap::new(), next_no: 0, prefills_per_worker_max, affinity }
     }
 
     /// A heartbeat from `address`. Another incarnation than before at that address ends the earlier one.
@@ -268,6 +281,9 @@ impl<L: Clone> Fleet<L> {
         let Some(idx) = self.workers.iter().position(|worker| worker.address == *address) else { return };
         let worker = self.workers.remove(idx);
         self.links.retain(|pair, _| pair.prefill != worker.no && pair.decode != worker.no);
+        if let Some(affinity) = &mut self.affinity {
+            affinity.forget(worker.no);
+        }
         worker.gone.cancel();
         tracing::warn!(worker = %worker.report.description.peer, %address, requests = worker.permits, reason, "worker lost");
     }
@@ -334,27 +350,33 @@ impl<L: Clone> Fleet<L> {
         pairs.filter(|decode| decode.model == *model).count() as u32
     }
 
-    /// Takes a place on each side of the least loaded pair.
+    /// Takes a place on each side of the pair that would have the first token soonest.
     ///
     /// # Errors
     /// When there is no pair, or none with room.
     pub fn place(&mut self, need: &Need) -> Result<(Assigned<L>, Assigned<L>), NoPlace> {
-        let (prefill, decode) = {
+        let (prefill, own_tokens, decode) = {
             let of_role = |role| -> Vec<_> { self.ready(role).filter(|worker| worker.model == need.model).collect() };
             let (prefills, decodes): (Vec<&Worker<L>>, Vec<&Worker<L>>) =
                 (of_role(Role::Prefill), of_role(Role::Decode));
-            let prefill_candidates: Vec<_> = prefills.iter().map(|worker| self.prefill_candidate(worker)).collect();
+            let prefill_candidates: Vec<_> =
+                prefills.iter().map(|worker| self.prefill_candidate(worker, need)).collect();
             let decode_candidates: Vec<_> = decodes.iter().map(|worker| decode_candidate(worker)).collect();
             let linked = |p: usize, d: usize| self.are_linked(prefills[p], decodes[d]);
             let (p, d) = placement::choose(&prefill_candidates, &decode_candidates, linked, &need.avoid)?;
-            (prefills[p].no, decodes[d].no)
+            (prefills[p].no, prefill_candidates[p].own_prompt_tokens, decodes[d].no)
         };
+        if let Some(affinity) = &mut self.affinity {
+            affinity.note(&need.beginnings, prefill);
+        }
         // Prefill takes prompts in turn whatever their size: there nobody is overtaken.
-        Ok((self.assign(prefill, need.prompt_tokens, false), self.assign(decode, need.prompt_tokens, need.was_refused)))
+        Ok((self.assign(prefill, own_tokens, false), self.assign(decode, need.prompt_tokens, need.was_refused)))
     }
 
-    fn prefill_candidate<'a>(&self, worker: &'a Worker<L>) -> PrefillCandidate<'a> {
+    fn prefill_candidate<'a>(&self, worker: &'a Worker<L>, need: &Need) -> PrefillCandidate<'a> {
+        let known = self.affinity.as_ref().map_or(0, |affinity| affinity.known_tokens(&need.beginnings, worker.no));
         PrefillCandidate {
+            own_prompt_tokens: need.prompt_tokens.saturating_sub(known),
             peer: &worker.report.description.peer,
             pending_prompt_tokens: worker.permit_tokens.max(worker.report.load.pending_prompt_tokens),
             has_room: !worker.is_full && worker.permits < self.prefills_per_worker_max,

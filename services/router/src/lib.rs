@@ -7,6 +7,7 @@
 //! Sockets and tasks are in `service` (the client's side), `drive` (the rim around a flight) and `watch` (heartbeats).
 
 pub mod admission;
+pub mod affinity;
 mod config;
 mod drive;
 mod error;
@@ -55,7 +56,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     tracing::info!(grpc = %listener.local(), admin = %admin_listener.local(), "router is listening");
 
     let tasks = Tasks::new(shutdown);
-    let pool = WorkerPool::new(&config.limits);
+    let pool = WorkerPool::new(&config.limits, config.workers.prefix_affinity);
     let registry = Metrics::new();
     let metrics = RouterMetrics::new(&registry, &pool);
     http::serve_admin(&tasks, admin_listener, admin(&pool, &tasks, registry));

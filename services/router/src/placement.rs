@@ -1,4 +1,5 @@
-//! Which pair takes the next request: least loaded, among pairs whose KV caches fit each other.
+//! Which pair takes the next request, among pairs whose KV caches fit each other: least loaded, and at prefill with as much of the prompt computed
+//! before as that is worth.
 
 use types::PeerId;
 
@@ -9,6 +10,8 @@ pub struct PrefillCandidate<'a> {
     pub peer: &'a PeerId,
     /// Prompt tokens that would be computed before this request's.
     pub pending_prompt_tokens: u64,
+    /// Tokens of this request's prompt that it would compute: those that it has not computed before.
+    pub own_prompt_tokens: u64,
     /// Whether it may be given one more.
     pub has_room: bool,
 }
@@ -35,8 +38,9 @@ pub enum NoPlace {
     NoRoom,
 }
 
-/// Chooses a pair, as indices into the two lists. A worker in `avoid` is taken only if there is no other; then the least loaded ones win:
-/// prefill by prompt tokens waiting, decode by the share of its sequences in use. Equal loads go to the earlier candidate.
+/// Chooses a pair, as indices into the two lists. A worker in `avoid` is taken only if there is no other; then prefill's tokens to compute until the
+/// first of this request, those that wait and its own, are to be few, so a busy worker is not chosen for what it has computed before; then decode's
+/// share of its sequences in use. Equal costs go to the earlier candidate.
 ///
 /// # Errors
 /// When there is no pair, or none with room.
@@ -59,7 +63,8 @@ pub fn choose(
             }
             let num_avoided = [prefill.peer, decode.peer].iter().filter(|peer| avoid.contains(peer)).count();
             let share = u64::from(decode.sequences) * 1_000 / u64::from(decode.sequences_max.max(1));
-            let cost = (num_avoided, prefill.pending_prompt_tokens, share);
+            let tokens_to_compute = prefill.pending_prompt_tokens + prefill.own_prompt_tokens;
+            let cost = (num_avoided, tokens_to_compute, share);
             if best.is_none_or(|(least, _)| cost < least) {
                 best = Some((cost, (p, d)));
             }
@@ -80,8 +85,8 @@ mod tests {
 
     struct Case {
         name: &'static str,
-        /// Pending tokens, room.
-        prefills: &'static [(u64, bool)],
+        /// Pending tokens, own tokens, room.
+        prefills: &'static [(u64, u64, bool)],
         /// Sequences of 8, room.
         decodes: &'static [(u32, bool)],
         /// Pairs that do not fit.
@@ -101,15 +106,39 @@ mod tests {
         },
         Case {
             name: "least loaded of each side",
-            prefills: &[(900, true), (100, true)],
+            prefills: &[(900, 0, true), (100, 0, true)],
             decodes: &[(3, true), (1, true), (2, true)],
             unfit: &[],
             avoid: &[],
             want: Ok((1, 1)),
         },
         Case {
+            name: "who has computed most of the prompt before",
+            prefills: &[(0, 3_000, true), (0, 200, true), (0, 1_000, true)],
+            decodes: &[(0, true)],
+            unfit: &[],
+            avoid: &[],
+            want: Ok((1, 0)),
+        },
+        Case {
+            name: "not the one that has, if others would be done before it",
+            prefills: &[(4_000, 200, true), (1_000, 3_000, true)],
+            decodes: &[(0, true)],
+            unfit: &[],
+            avoid: &[],
+            want: Ok((1, 0)),
+        },
+        Case {
+            name: "the one that has, although it is busier",
+            prefills: &[(1_000, 3_000, true), (3_700, 200, true)],
+            decodes: &[(0, true)],
+            unfit: &[],
+            avoid: &[],
+            want: Ok((1, 0)),
+        },
+        Case {
             name: "equal loads go to the earlier one",
-            prefills: &[(0, true), (0, true)],
+            prefills: &[(0, 0, true), (0, 0, true)],
             decodes: &[(1, true), (1, true)],
             unfit: &[],
             avoid: &[],
@@ -117,7 +146,7 @@ mod tests {
         },
         Case {
             name: "a full worker is passed over, whatever its load",
-            prefills: &[(0, false), (900, true)],
+            prefills: &[(0, 0, false), (900, 0, true)],
             decodes: &[(0, false), (7, true)],
             unfit: &[],
             avoid: &[],
@@ -125,7 +154,7 @@ mod tests {
         },
         Case {
             name: "full on one side only",
-            prefills: &[(0, true)],
+            prefills: &[(0, 0, true)],
             decodes: &[(8, false)],
             unfit: &[],
             avoid: &[],
@@ -133,7 +162,7 @@ mod tests {
         },
         Case {
             name: "the least loaded ones do not fit each other",
-            prefills: &[(0, true), (10, true)],
+            prefills: &[(0, 0, true), (10, 0, true)],
             decodes: &[(0, true), (1, true)],
             unfit: &[(0, 0), (0, 1)],
             avoid: &[],
@@ -141,7 +170,7 @@ mod tests {
         },
         Case {
             name: "nothing fits",
-            prefills: &[(0, true)],
+            prefills: &[(0, 0, true)],
             decodes: &[(0, true)],
             unfit: &[(0, 0)],
             avoid: &[],
@@ -149,7 +178,7 @@ mod tests {
         },
         Case {
             name: "a worker that failed is avoided",
-            prefills: &[(0, true)],
+            prefills: &[(0, 0, true)],
             decodes: &[(0, true), (7, true)],
             unfit: &[],
             avoid: &["d0"],
@@ -157,7 +186,7 @@ mod tests {
         },
         Case {
             name: "a worker that failed is better than none",
-            prefills: &[(0, true)],
+            prefills: &[(0, 0, true)],
             decodes: &[(0, true), (8, false)],
             unfit: &[],
             avoid: &["d0", "p0"],
@@ -175,9 +204,10 @@ mod tests {
         for case in CASES {
             let (p, d) = (peers("p", case.prefills.len()), peers("d", case.decodes.len()));
             let prefills: Vec<_> = std::iter::zip(&p, case.prefills)
-                .map(|(peer, (pending, room))| PrefillCandidate {
+                .map(|(peer, (pending, own, room))| PrefillCandidate {
                     peer,
                     pending_prompt_tokens: *pending,
+                    own_prompt_tokens: *own,
                     has_room: *room,
                 })
                 .collect();

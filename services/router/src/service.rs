@@ -14,6 +14,7 @@ use types::{GenerateEvent, GenerateRequest, RequestId};
 use wire::convert::{RequestDefaults, generate_request};
 use wire::pb;
 
+use crate::affinity::Beginnings;
 use crate::drive::{Drive, ROOM, now};
 use crate::error::RequestError;
 use crate::fleet::{Need, Served};
@@ -48,6 +49,7 @@ impl InferenceService {
         let need = Need {
             model: served.model.clone(),
             prompt_tokens: request.context_len() as u64,
+            beginnings: Beginnings::of(&request),
             avoid: Vec::new(),
             was_refused: false,
         };

@@ -114,9 +114,9 @@ impl Drop for Waiting {
 }
 
 impl WorkerPool {
-    pub(crate) fn new(limits: &Limits) -> Arc<Self> {
+    pub(crate) fn new(limits: &Limits, prefix_affinity: bool) -> Arc<Self> {
         let state = State {
-            fleet: Fleet::new(limits.prefills_per_worker_max),
+            fleet: Fleet::new(limits.prefills_per_worker_max, prefix_affinity),
             admission: Admission::new(limits.in_flight_max, limits.queue_max),
         };
         Arc::new(Self { state: Mutex::new(state), ready: watch::Sender::new(false) })

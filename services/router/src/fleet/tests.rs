@@ -35,13 +35,19 @@ fn report(role: Role, worker: &str, incarnation: u64) -> WorkerReport {
     }
 }
 
+/// Of a prompt of so many tokens, the first of which is `first`.
+fn beginnings(first: TokenId, prompt_tokens: usize) -> Beginnings {
+    let tokens: Vec<TokenId> = (first..).take(prompt_tokens).collect();
+    Beginnings::of_tokens(b"", tokens.iter())
+}
+
 struct Bench {
     fleet: Fleet<()>,
 }
 
 impl Bench {
     fn new(prefills_per_worker_max: u32) -> Self {
-        Self { fleet: Fleet::new(prefills_per_worker_max) }
+        Self { fleet: Fleet::new(prefills_per_worker_max, true) }
     }
 
     /// The worker `name` reports from the address `name:1`.
@@ -62,7 +68,7 @@ impl Bench {
 
     fn need(&self) -> Need {
         let model = self.fleet.served().map_or_else(model, |served| served.model);
-        Need { model, prompt_tokens: 10, avoid: vec![], was_refused: false }
+        Need { model, prompt_tokens: 10, beginnings: beginnings(1, 10), avoid: vec![], was_refused: false }
     }
 
     fn place(&mut self) -> Result<(Assigned<()>, Assigned<()>), NoPlace> {
@@ -131,7 +137,7 @@ fn workers_that_differ_are_never_paired() {
 
 #[test]
 fn a_pair_is_used_once_its_link_is_open() {
-    let mut bench = Bench { fleet: Fleet::new(4) };
+    let mut bench = Bench { fleet: Fleet::new(4, true) };
     let says = |bench: &mut Bench, report: WorkerReport| {
         let address = Address::new(&*report.description.peer.worker.0, 1);
         bench.fleet.on_report(report.description.role, &address, &(), report).unwrap();
@@ -293,4 +299,38 @@ fn reports_that_cannot_be_true_are_refused() {
     );
     let error = bench.fleet.on_report(Role::Prefill, &Address::new("x", 1), &(), report(Role::Prefill, "p", 1));
     assert_eq!(error.unwrap_err().to_string(), "p@0000000000000001 at x:1 is known at p:1 already");
+}
+
+#[test]
+fn a_prompt_goes_to_who_has_computed_its_beginning_unless_it_is_too_busy() {
+    for prefix_affinity in [true, false] {
+        let mut bench = Bench { fleet: Fleet::new(4, prefix_affinity) };
+        for (role, worker) in [(Role::Prefill, "p0"), (Role::Prefill, "p1"), (Role::Decode, "d0"), (Role::Decode, "d1")]
+        {
+            bench.says(report(role, worker, 1));
+        }
+        let place = |bench: &mut Bench, first: TokenId| {
+            let need = Need { prompt_tokens: 1_000, beginnings: beginnings(first, 1_000), ..bench.need() };
+            bench.fleet.place(&need).unwrap()
+        };
+        let name = |assigned: &Assigned<()>| assigned.peer.worker.0.to_string();
+        let (first, one) = place(&mut bench, 1);
+        let (second, two) = place(&mut bench, 5_000);
+        assert_eq!((name(&first), name(&second)), ("p0".into(), "p1".into()), "the idle one");
+        for mut assigned in [first, second, one, two] {
+            bench.fleet.release(&mut assigned);
+        }
+        // Both are idle again, and would be named p0 first.
+        let (again, _) = place(&mut bench, 5_000);
+        let (want, computed) = if prefix_affinity { ("p1", 1_000 - 768) } else { ("p0", 1_000) };
+        assert_eq!((&*name(&again), again.prompt_tokens), (want, computed));
+        if prefix_affinity {
+            bench.says(WorkerReport {
+                load: Load { pending_prompt_tokens: 900, ..Load::default() },
+                ..report(Role::Prefill, "p1", 1)
+            });
+            let (other, _) = place(&mut bench, 5_000);
+            assert_eq!(name(&other), "p0", "900 tokens wait at p1, which is more than the 768 that it has");
+        }
+    }
 }

@@ -276,6 +276,7 @@ impl Service {
                     stop_token_ids: stop_token_ids.clone(),
                     max_tokens: job.max_tokens.map_or(room, |max_tokens| max_tokens.min(room)),
                     constraint: constraint.cloned(),
+                    cache_salt: None,
                     timeout,
                 };
                 request.validate(self.model.fingerprint.vocab_size, max_context_tokens).map_err(|error| {

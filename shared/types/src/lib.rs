@@ -18,7 +18,7 @@ pub use error::{Classify, ErrorClass};
 pub use event::{DecodeEvent, Finished, GenerateEvent, PrefillEvent, TokenRun, Usage};
 pub use ids::{Incarnation, PageId, PeerId, RequestId, SlotId, TicketId, WorkerId};
 pub use layout::{KvDtype, KvLayout, KvLayoutMismatch, ModelFingerprint, PageGroup, ParallelLayout, Role};
-pub use request::{Constraint, GenerateRequest, InvalidRequest, Sampling};
+pub use request::{CacheSalt, Constraint, GenerateRequest, InvalidRequest, Sampling};
 pub use slots::{DpGroup, SlotGroups, UnevenSlots};
 pub use token::{FinishReason, SampledToken, TokenId, TokenLogprob, TokenMask};
 pub use worker::{KvEndpoint, Load, PagePoolLoad, Ticket, WorkerDescription, WorkerReport, WorkerState};

@@ -1,5 +1,6 @@
 //! A request for tokens, as the router accepts it and the workers carry it out.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +25,8 @@ pub struct GenerateRequest {
     pub max_tokens: u32,
     /// What the output must look like; `None`: anything.
     pub constraint: Option<Constraint>,
+    /// Whose cached prompts this one may share; `None`: those of all requests without one.
+    pub cache_salt: Option<CacheSalt>,
     /// Time left when the request was received; `None` means the service's own limit.
     pub timeout: Option<Duration>,
 }
@@ -104,6 +107,40 @@ pub struct Constraint {
 impl Constraint {
     /// Longest grammar.
     pub const BYTES_MAX: usize = 512 << 10;
+}
+
+/// Keeps apart whose cached prompts are reused by whom: requests share KV only where it is equal. 1 to 128 bytes. Who knows it can find
+/// out by timing which prompts were here, so it is not printed.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct CacheSalt(Arc<[u8]>);
+
+impl CacheSalt {
+    /// Longest salt.
+    pub const BYTES_MAX: usize = 128;
+
+    /// Checks and wraps a salt.
+    ///
+    /// # Errors
+    /// The reason, when it is empty or longer than [`Self::BYTES_MAX`].
+    pub fn new(salt: &[u8]) -> Result<Self, &'static str> {
+        match salt.len() {
+            0 => Err("is empty"),
+            1..=Self::BYTES_MAX => Ok(Self(salt.into())),
+            _ => Err("is longer than 128 bytes"),
+        }
+    }
+
+    /// Its bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for CacheSalt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CacheSalt({} bytes)", self.0.len())
+    }
 }
 
 /// How tokens are drawn. The neutral value of each field leaves the distribution as the model gives it.
@@ -226,6 +263,7 @@ mod tests {
             stop_token_ids: vec![9],
             max_tokens: 5,
             constraint: None,
+            cache_salt: None,
             timeout: None,
         }
     }
@@ -273,6 +311,16 @@ mod tests {
         ] {
             assert!(refusal.starts_with(expected), "{refusal}, expected {expected}");
         }
+    }
+
+    #[test]
+    fn a_salt_has_1_to_128_bytes_and_is_not_printed() {
+        assert_eq!(CacheSalt::new(b""), Err("is empty"));
+        assert_eq!(CacheSalt::new(&[7; 129]), Err("is longer than 128 bytes"));
+        let longest = CacheSalt::new(&[7; 128]).unwrap();
+        assert_eq!(longest.as_bytes(), [7; 128]);
+        assert_ne!(longest, CacheSalt::new(&[7; 127]).unwrap());
+        assert_eq!(format!("{longest:?}"), "CacheSalt(128 bytes)");
     }
 
     #[test]

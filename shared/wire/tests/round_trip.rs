@@ -98,6 +98,7 @@ fn request() -> GenerateRequest {
         stop_token_ids: vec![2, 5],
         max_tokens: 64,
         constraint: Some(types::Constraint { lark: r#"start: "yes" <[7]>"#.into() }),
+        cache_salt: Some(CacheSalt::new(b"\0key").unwrap()),
         timeout: None,
     }
 }
@@ -156,7 +157,10 @@ fn every_word_survives_the_wire() {
 
 #[test]
 fn requests_survive_the_wire() {
-    assert_eq!(sequence(request().into()).unwrap(), request());
+    for cache_salt in [request().cache_salt, None] {
+        let sent = GenerateRequest { cache_salt, ..request() };
+        assert_eq!(sequence(sent.clone().into()).unwrap(), sent);
+    }
     let sent = GenerateRequest { timeout: Some(Duration::from_millis(1_500)), ..request() };
     let defaults = RequestDefaults { request_id: RequestId::new("unused").unwrap(), seed: 0, eos_token_ids: &[5, 2] };
     assert_eq!(generate_request(sent.clone().into(), defaults).unwrap(), sent);
@@ -172,6 +176,7 @@ fn what_a_client_leaves_out_is_completed() {
     assert_eq!(request.sampling, Sampling { seed: 42, ..Sampling::default() });
     assert_eq!(request.stop_token_ids, [2, 5, 9]);
     assert_eq!(request.max_tokens, wire::convert::UNLIMITED_TOKENS);
+    assert_eq!(request.cache_salt, None);
     let deaf = generate_request(pb::GenerateRequest { ignore_eos: true, ..bare.clone() }, defaults()).unwrap();
     assert_eq!(deaf.stop_token_ids, [2, 9]);
     let greedy = pb::Sampling { temperature: Some(0.0), ..Default::default() };
@@ -215,6 +220,8 @@ fn errors_name_the_field() {
     assert_eq!(sequence(no_seed).unwrap_err().to_string(), "sampling.seed is missing");
     let nameless = pb::Sequence { request_id: String::new(), ..request().into() };
     assert_eq!(sequence(nameless).unwrap_err().to_string(), "request_id is empty");
+    let salted = pb::Sequence { cache_salt: vec![1; 129], ..request().into() };
+    assert_eq!(sequence(salted).unwrap_err().to_string(), "cache_salt is longer than 128 bytes");
     assert_eq!(ticket_id(&[0; 15]).unwrap_err().to_string(), "ticket_id has 15 bytes, 16 are needed");
     let empty = pb::DecodeEvent { event: Some(pb::decode_event::Event::Tokens(pb::Tokens::default())) };
     assert_eq!(DecodeEvent::try_from(empty).unwrap_err().to_string(), "tokens.tokens is empty");

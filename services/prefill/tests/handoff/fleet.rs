@@ -299,6 +299,7 @@ pub(crate) fn request(prompt: Vec<TokenId>, max_tokens: u32) -> GenerateRequest 
         stop_token_ids: Vec::new(),
         max_tokens,
         constraint: None,
+        cache_salt: None,
         timeout: None,
     }
 }

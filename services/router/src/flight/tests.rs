@@ -42,6 +42,7 @@ pub(super) fn request(max_tokens: u32) -> GenerateRequest {
         stop_token_ids: vec![STOP],
         max_tokens,
         constraint: None,
+        cache_salt: None,
         timeout: None,
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use types::{Constraint, GenerateRequest, RequestId, Sampling, TokenId};
+use types::{CacheSalt, Constraint, GenerateRequest, RequestId, Sampling, TokenId};
 
 use super::{InvalidMessage, Result, required};
 use crate::pb;
@@ -46,6 +46,7 @@ pub fn generate_request(message: pb::GenerateRequest, defaults: RequestDefaults<
         stop_token_ids,
         max_tokens: message.max_tokens.unwrap_or(UNLIMITED_TOKENS),
         constraint: message.constraint.map(Into::into),
+        cache_salt: cache_salt(&message.cache_salt)?,
         timeout,
     })
 }
@@ -70,6 +71,7 @@ impl From<GenerateRequest> for pb::GenerateRequest {
             timeout: request.timeout.and_then(|timeout| prost_types::Duration::try_from(timeout).ok()),
             resume_from: request.generated,
             constraint: request.constraint.map(Into::into),
+            cache_salt: request.cache_salt.map_or_else(Vec::new, |salt| salt.as_bytes().to_vec()),
         }
     }
 }
@@ -89,6 +91,7 @@ pub fn sequence(message: pb::Sequence) -> Result<GenerateRequest> {
         stop_token_ids: message.stop_token_ids,
         max_tokens: message.max_tokens,
         constraint: message.constraint.map(Into::into),
+        cache_salt: cache_salt(&message.cache_salt)?,
         timeout: None,
     })
 }
@@ -103,6 +106,7 @@ impl From<GenerateRequest> for pb::Sequence {
             stop_token_ids: request.stop_token_ids,
             max_tokens: request.max_tokens,
             constraint: request.constraint.map(Into::into),
+            cache_salt: request.cache_salt.map_or_else(Vec::new, |salt| salt.as_bytes().to_vec()),
         }
     }
 }
@@ -117,6 +121,11 @@ impl From<pb::Constraint> for Constraint {
     fn from(message: pb::Constraint) -> Self {
         Self { lark: message.lark.into() }
     }
+}
+
+fn cache_salt(salt: &[u8]) -> Result<Option<CacheSalt>> {
+    let present = Some(salt).filter(|salt| !salt.is_empty());
+    present.map(CacheSalt::new).transpose().map_err(|reason| InvalidMessage::new("cache_salt", reason))
 }
 
 fn sampling(message: pb::Sampling, seed: u64) -> Sampling {

@@ -5,6 +5,7 @@
 //! Start with [`page_pool`] (the states of a page), then [`sequence`] (the pages of one sequence), then [`page_map`] (what travels
 //! between two workers, in units of [`KvSlice`]).
 
+pub mod cached_page;
 pub mod landing;
 pub mod page_map;
 pub mod page_pool;
@@ -12,6 +13,7 @@ pub mod sequence;
 pub mod shape;
 pub mod slice;
 
+pub use cached_page::{CachedPage, PageReader};
 pub use landing::{Incomplete, Landing};
 pub use page_map::{PageMap, PageMapError, SliceError};
 pub use page_pool::{NoPages, PagePool, PagePools, Pages, PoolCounts};

@@ -181,10 +181,15 @@ fn mask_buckets() -> impl Iterator<Item = f64> {
 /// Pages by state and page group, summed over attention groups.
 fn pages_by_state(pools: &[PagePoolLoad]) -> BTreeMap<PageLabels, i64> {
     let mut pages = BTreeMap::new();
-    for PagePoolLoad { dp_group: _, group, total: _, free, reserved, landing, live, quarantined } in pools {
-        for (state, count) in
-            [("free", free), ("reserved", reserved), ("landing", landing), ("live", live), ("quarantined", quarantined)]
-        {
+    for PagePoolLoad { dp_group: _, group, total: _, free, reserved, landing, live, cached, quarantined } in pools {
+        for (state, count) in [
+            ("free", free),
+            ("reserved", reserved),
+            ("landing", landing),
+            ("live", live),
+            ("cached", cached),
+            ("quarantined", quarantined),
+        ] {
             *pages.entry(PageLabels { state, group: group.name() }).or_default() += i64::from(*count);
         }
     }

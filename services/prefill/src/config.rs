@@ -131,6 +131,7 @@ impl Config {
             full_pages: 0,
             window_pages: 0,
             lookahead: false,
+            prefix_reuse: false,
             remembered_tickets: 4 * self.max_queued + 1_024,
         };
         let window_pages = scheduler.window_pages_per_prompt(shape, self.max_context_tokens) * self.max_prompts;

@@ -225,8 +225,8 @@ impl PrefillState {
         while !self.actions.is_empty() {
             for action in std::mem::take(&mut self.actions) {
                 match action {
-                    PrefillAction::FirstToken { ticket, index, token, finish } => {
-                        self.on_first_token(now, ticket, index, token, finish);
+                    PrefillAction::FirstToken { ticket, index, token, cached_tokens, finish } => {
+                        self.on_first_token(now, ticket, (index, token), cached_tokens, finish);
                     }
                     // `Ended` came before it and gave the transfer up; its task will say when it is over.
                     PrefillAction::AbortTransfer { .. } => {}
@@ -240,8 +240,8 @@ impl PrefillState {
         &mut self,
         now: Instant,
         ticket: TicketId,
-        index: u32,
-        token: SampledToken,
+        (index, token): (u32, SampledToken),
+        cached_tokens: u32,
         finish: Option<FinishReason>,
     ) {
         let Some(job) = self.jobs.get_mut(&ticket) else { return };
@@ -254,12 +254,13 @@ impl PrefillState {
         job.send(Ok(PrefillEvent::FirstToken {
             index,
             token,
-            cached_tokens: 0,
+            cached_tokens,
             queue_us: (started_at - job.submitted_at).as_micros() as u64,
             compute_us: (now - started_at).as_micros() as u64,
         }));
         if let Some(reason) = finish {
-            let usage = Usage { prompt_tokens: job.prompt_tokens, output_tokens: index + 1, ..Usage::default() };
+            let (prompt_tokens, output_tokens) = (job.prompt_tokens, index + 1);
+            let usage = Usage { prompt_tokens, cached_tokens, output_tokens, resumptions: 0 };
             job.send(Ok(PrefillEvent::Finished(Finished { reason, usage })));
         }
     }

@@ -79,7 +79,7 @@ pub trait KvListener: Send + Sync {
     fn layers_ready(&self, rank: u32, plan: &StepPlan, layers: Range<u32>, kv: &dyn KvReader);
 }
 
-/// Read access to one rank's cache during [`KvListener::layers_ready`].
+/// Read access to one rank's cache, during [`KvListener::layers_ready`] and [`group::EngineGroup::read_kv`].
 pub trait KvReader {
     /// As [`Engine::export_kv`].
     ///

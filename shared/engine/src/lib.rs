@@ -47,8 +47,8 @@ pub trait Engine: Send {
     /// [`EngineError`]; after one that is fatal the rank may only be dropped.
     fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError>;
 
-    /// Waits for the oldest step in flight. The first rank of an attention group (all ranks are one unless the layout has data parallelism)
-    /// yields tokens and logits of that group's rows; all other rows are there without them.
+    /// Waits for the oldest step in flight; its keys and values are in the cache then. The first rank of an attention group (all ranks are
+    /// one unless the layout has data parallelism) yields tokens and logits of that group's rows; all other rows are there without them.
     ///
     /// # Errors
     /// [`EngineError`].

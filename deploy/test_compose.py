@@ -262,7 +262,8 @@ class Suite:
             busy = {}
             for service in ("prefill-cpu", "decode-cpu"):
                 for line in metrics(service).splitlines():
-                    if line.startswith("damask_kv_pages{") and 'state="free"' not in line and not line.endswith(" 0"):
+                    is_idle = any(f'state="{state}"' in line for state in ("free", "cached"))
+                    if line.startswith("damask_kv_pages{") and not is_idle and not line.endswith(" 0"):
                         busy[service] = line
             require(not busy, busy)
             return True

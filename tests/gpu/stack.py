@@ -128,16 +128,17 @@ class Service:
         end = time.monotonic() + seconds
         while True:
             pages = {key: count for key, count in self.metrics().items() if key.startswith("damask_kv_pages{")}
-            busy = {key: count for key, count in pages.items() if count and 'state="free"' not in key}
+            busy = {key: count for key, count in pages.items() if count and not re.search('state="(free|cached)"', key)}
             if not busy or time.monotonic() > end:
                 return busy
             time.sleep(0.05)
 
 
 class Stack:
-    """`layout` `None` rehearses on the CPU. `transfer` is added to both workers' sections of that name."""
+    """`layout` `None` rehearses on the CPU. `transfer` is added to both workers' sections of that name. Without `reuse`, every prompt is computed
+    whole, whatever came before."""
 
-    def __init__(self, binary, layout, transport, hold=("none", 0), model="embedded-nano", transfer=None):
+    def __init__(self, binary, layout, transport, hold=("none", 0), model="embedded-nano", transfer=None, reuse=False):
         self.binary, self.folder = binary, pathlib.Path(tempfile.mkdtemp(prefix="damask-kv-"))
         ports = {name: f"127.0.0.1:{free_port()}" for name in ["pg", "pa", "dg", "da", "dk", "rg", "ra", "gg", "ga"]}
         worker = {
@@ -151,6 +152,7 @@ class Stack:
         prefill = json.loads(json.dumps(worker)) | {
             "name": "prefill", "listen": ports["pg"], "admin_listen": ports["pa"], "layout": on.prefill, "chunk_tokens": 256,
             "ranks_per_gpu": ranks(on.prefill) // len(on.prefill_cards.split(",")),
+            "prefix_reuse": reuse,
         }
         decode = json.loads(json.dumps(worker)) | {
             "name": "decode", "listen": ports["dg"], "admin_listen": ports["da"], "kv_listen": ports["dk"],

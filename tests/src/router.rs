@@ -16,6 +16,8 @@ pub struct Generated {
     pub reason: FinishReason,
     /// Prompt tokens as counted by the router.
     pub prompt_tokens: u32,
+    /// Those of them that were cached.
+    pub cached_tokens: u32,
 }
 
 /// Calls `Inference.Generate` on `address` (`host:port`) and collects the stream, checking that indices have no gap.
@@ -47,7 +49,8 @@ pub async fn generate(address: &str, request: GenerateRequest) -> anyhow::Result
                     tokens.len()
                 );
                 ensure!(stream.message().await?.is_none(), "something after Finished");
-                return Ok(Generated { tokens, reason: finished.reason(), prompt_tokens: usage.prompt_tokens });
+                let (prompt_tokens, cached_tokens) = (usage.prompt_tokens, usage.cached_tokens);
+                return Ok(Generated { tokens, reason: finished.reason(), prompt_tokens, cached_tokens });
             }
         }
     }
@@ -110,7 +113,7 @@ async fn pages(admin: &str) -> anyhow::Result<Pages> {
     parse_pages(&text).with_context(|| admin.to_owned())
 }
 
-/// Waits up to ten seconds until every page of every given worker is free.
+/// Waits up to ten seconds until every page of every given worker is free, or cached: kept for prompts that begin alike.
 ///
 /// # Errors
 /// The pages that are still in another state.
@@ -119,11 +122,11 @@ pub async fn wait_all_pages_free(admins: &[&str]) -> anyhow::Result<()> {
         let mut attempts = 0;
         loop {
             let pages = pages(admin).await?;
-            let busy: Vec<_> =
-                pages.iter().filter(|((_, state), count)| state != "free" && state != "total" && **count > 0).collect();
-            let free: u64 = pages.iter().filter(|((_, state), _)| state == "free").map(|(_, count)| count).sum();
+            let is_idle = |state: &str| ["free", "cached"].contains(&state);
+            let busy: Vec<_> = pages.iter().filter(|((_, state), count)| !is_idle(state) && **count > 0).collect();
+            let idle: u64 = pages.iter().filter(|((_, state), _)| is_idle(state)).map(|(_, count)| count).sum();
             if busy.is_empty() {
-                ensure!(free > 0, "{admin} has no pages at all");
+                ensure!(idle > 0, "{admin} has no pages at all");
                 break;
             }
             attempts += 1;

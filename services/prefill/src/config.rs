@@ -38,6 +38,9 @@ pub struct Config {
     pub max_context_tokens: u32,
     /// Tokens that one step computes. A cancelled prompt stops at the next chunk.
     pub chunk_tokens: u32,
+    /// Keep the pages of prompts, as long as nobody else needs them, for prompts that begin alike: those compute only what is new. Switch it off
+    /// to measure how fast prompts are computed, where they have more in common than they will in service.
+    pub prefix_reuse: bool,
     /// Prompts that wait; one more is refused.
     pub max_queued: u32,
     /// Prompts that hold pages: one computes, the transfers of the others are ending.
@@ -77,6 +80,7 @@ impl Default for Config {
             page_tokens: 16,
             max_context_tokens: 8_192,
             chunk_tokens: 256,
+            prefix_reuse: true,
             max_queued: 64,
             max_prompts: 4,
             full_pages: None,
@@ -131,6 +135,7 @@ impl Config {
             full_pages: 0,
             window_pages: 0,
             lookahead: false,
+            prefix_reuse: self.prefix_reuse,
             remembered_tickets: 4 * self.max_queued + 1_024,
         };
         let window_pages = scheduler.window_pages_per_prompt(shape, self.max_context_tokens) * self.max_prompts;
@@ -184,6 +189,15 @@ mod tests {
     use types::KvDtype;
 
     use super::*;
+
+    #[test]
+    fn prefixes_are_reused_unless_the_file_says_no() {
+        let parse = |text: &str| chassis::config::parse::<Config>(text, "prefill.yaml", "prefill", []);
+        assert!(parse("name: one").unwrap().prefix_reuse);
+        assert!(!parse("prefix_reuse: false").unwrap().prefix_reuse);
+        let refused = parse("prefix_reuse: 2").unwrap_err().to_string();
+        assert!(refused.contains("prefix_reuse") && refused.contains("boolean"), "{refused}");
+    }
 
     #[test]
     fn a_chunk_of_the_largest_model_fits_the_lane() {

@@ -1,4 +1,5 @@
-//! Sends KV from inside a step: as soon as a group of layers is computed, on each rank's own thread, while later layers compute.
+//! Sends KV on each rank's own thread: from inside a step, as soon as a group of layers is computed, while later layers compute; and between
+//! steps what was cached.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,15 +15,20 @@ use transfer::{Carries, Part};
 use crate::error::PrefillError;
 use crate::handoff::Handoff;
 
+/// Some positions of a prompt that are to be sent. The lane has room for them.
+pub(crate) struct Span {
+    pub(crate) handoff: Arc<Handoff>,
+    pub(crate) tables: Arc<PageTables>,
+    pub(crate) positions: Range<u32>,
+    /// Of the model.
+    pub(crate) num_layers: u32,
+}
+
 /// What a step in flight sends.
 pub(crate) struct Export {
     /// The plan's number.
     pub(crate) step: u64,
-    pub(crate) handoff: Arc<Handoff>,
-    pub(crate) tables: PageTables,
-    pub(crate) positions: Range<u32>,
-    /// Of the model.
-    pub(crate) num_layers: u32,
+    pub(crate) span: Span,
     /// Ranks that have not handed over their last layer.
     pub(crate) ranks_left: AtomicU32,
 }
@@ -49,26 +55,36 @@ impl KvListener for Exporter {
     fn layers_ready(&self, rank: u32, plan: &StepPlan, layers: Range<u32>, kv: &dyn KvReader) {
         let export = self.exports().iter().find(|export| export.step == plan.step).cloned();
         let Some(export) = export else { return };
-        let is_last = layers.end == export.num_layers;
-        if let Err(error) = export.send(rank, layers, kv) {
-            export.handoff.fail(error);
-        }
+        let span = &export.span;
+        let is_last = layers.end == span.num_layers;
+        span.send(rank, layers, kv);
         if is_last && export.ranks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.exports().retain(|other| other.step != export.step);
-            if export.ends_context() {
-                export.handoff.handed_over();
+            if span.ends_context() {
+                span.handoff.handed_over();
             }
         }
     }
 }
 
-impl Export {
-    /// Whether the context is complete with this step.
+impl Span {
+    /// Whether the context is complete with these positions.
     fn ends_context(&self) -> bool {
         self.positions.end == self.handoff.map.context_tokens()
     }
 
-    fn send(&self, rank: u32, layers: Range<u32>, kv: &dyn KvReader) -> Result<(), PrefillError> {
+    /// Sends everything a rank has of these positions, which were computed before.
+    pub(crate) fn send_all(&self, rank: u32, kv: &dyn KvReader) {
+        self.send(rank, 0..self.num_layers, kv);
+    }
+
+    fn send(&self, rank: u32, layers: Range<u32>, kv: &dyn KvReader) {
+        if let Err(error) = self.try_send(rank, layers, kv) {
+            self.handoff.fail(error);
+        }
+    }
+
+    fn try_send(&self, rank: u32, layers: Range<u32>, kv: &dyn KvReader) -> Result<(), PrefillError> {
         let map = &self.handoff.map;
         if layers.end == self.num_layers && self.ends_context() {
             self.handoff.last_layer_computed();
@@ -153,9 +169,9 @@ mod tests {
             let (handoff, mut commands) = Handoff::new(ticket(), map);
             let (exporter, table) = (Exporter::default(), || PageTable { first_page: 0, pages: Vec::new() });
             for (step, positions) in [(1, 0..4), (2, 4..8)] {
-                let tables = PageTables { full: table(), window: table() };
-                let (handoff, ranks_left) = (Arc::clone(&handoff), 2.into());
-                exporter.begin(Export { step, handoff, tables, positions, num_layers: 2, ranks_left });
+                let tables = Arc::new(PageTables { full: table(), window: table() });
+                let span = Span { handoff: Arc::clone(&handoff), tables, positions, num_layers: 2 };
+                exporter.begin(Export { step, span, ranks_left: 2.into() });
             }
             // Ranks beyond the sender's layout, which have no slices: nothing reaches for a cache.
             let tell = |rank, step| {

@@ -109,6 +109,7 @@ async fn run_with_lanes(
         loaded.engine,
         masks,
         exporter,
+        config.chunk_tokens,
         Arc::clone(&runtime.status),
         runtime.metrics.clone(),
     );

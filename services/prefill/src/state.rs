@@ -1,10 +1,13 @@
 //! The step loop's state: scheduler, engine, transfers and streams, brought together in one synchronous turn.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use engine::KvReader;
 use engine::group::EngineGroup;
+use kv::{PageTables, PrefixCounts};
 use scheduler::{
     AbortReason, PendingMask, PrefillAction, PrefillOutcome, PrefillRefusal, PrefillRequest, PrefillScheduler,
     PrefillStep, TransferEnd,
@@ -16,7 +19,7 @@ use worker::status::pool_load;
 use worker::{Clock, LoadReport, MaskThreads, Next, Opening, Status, StepLoopFailure, TailTimes, Turn, WorkerMetrics};
 
 use crate::error::PrefillError;
-use crate::export::{Export, Exporter};
+use crate::export::{Export, Exporter, Span};
 use crate::handoff::Handoff;
 
 /// What others say to the step loop.
@@ -70,7 +73,20 @@ struct Job {
 /// A chunk that is planned and not launched.
 struct Pending {
     step: PrefillStep,
+    tables: Arc<PageTables>,
+    /// Positions that were cached and are still to be sent, each no more than a chunk has.
+    cached: VecDeque<Range<u32>>,
+    /// For the first of them, or the chunk itself.
     room: Room,
+}
+
+impl Pending {
+    fn new(step: PrefillStep, chunk_tokens: u32, page_tokens: u32) -> Self {
+        let piece = (chunk_tokens / page_tokens).max(1) * page_tokens;
+        let end = if step.publish_kv { step.cached.end } else { 0 };
+        let cached = (0..end).step_by(piece as usize).map(|start| start..end.min(start + piece)).collect();
+        Self { tables: Arc::new(step.tables.clone()), step, cached, room: Room::Unasked }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -96,24 +112,39 @@ pub struct PrefillState {
     actions: Vec<PrefillAction>,
     pending: Option<Pending>,
     launched: VecDeque<Launched>,
+    chunk_tokens: u32,
     status: Arc<Status>,
     metrics: WorkerMetrics,
+    /// As the metrics have it.
+    reuse: PrefixCounts,
 }
 
 impl PrefillState {
-    /// Nothing is queued. `exporter` is the engine's listener.
+    /// Nothing is queued. `exporter` is the engine's listener, `chunk_tokens` the scheduler's.
     #[must_use]
     pub fn new(
         scheduler: PrefillScheduler,
         engine: Arc<EngineGroup>,
         masks: MaskThreads,
         exporter: Arc<Exporter>,
+        chunk_tokens: u32,
         status: Arc<Status>,
         metrics: WorkerMetrics,
     ) -> Self {
-        let (jobs, actions, launched) = (HashMap::new(), Vec::new(), VecDeque::new());
-        let state =
-            Self { scheduler, engine, masks, exporter, jobs, actions, pending: None, launched, status, metrics };
+        let mut state = Self {
+            scheduler,
+            engine,
+            masks,
+            exporter,
+            jobs: HashMap::new(),
+            actions: Vec::new(),
+            pending: None,
+            launched: VecDeque::new(),
+            chunk_tokens,
+            status,
+            metrics,
+            reuse: PrefixCounts::default(),
+        };
         state.report();
         state
     }
@@ -225,8 +256,8 @@ impl PrefillState {
         while !self.actions.is_empty() {
             for action in std::mem::take(&mut self.actions) {
                 match action {
-                    PrefillAction::FirstToken { ticket, index, token, finish } => {
-                        self.on_first_token(now, ticket, index, token, finish);
+                    PrefillAction::FirstToken { ticket, index, token, cached_tokens, finish } => {
+                        self.on_first_token(now, ticket, (index, token), cached_tokens, finish);
                     }
                     // `Ended` came before it and gave the transfer up; its task will say when it is over.
                     PrefillAction::AbortTransfer { .. } => {}
@@ -240,8 +271,8 @@ impl PrefillState {
         &mut self,
         now: Instant,
         ticket: TicketId,
-        index: u32,
-        token: SampledToken,
+        (index, token): (u32, SampledToken),
+        cached_tokens: u32,
         finish: Option<FinishReason>,
     ) {
         let Some(job) = self.jobs.get_mut(&ticket) else { return };
@@ -254,12 +285,13 @@ impl PrefillState {
         job.send(Ok(PrefillEvent::FirstToken {
             index,
             token,
-            cached_tokens: 0,
+            cached_tokens,
             queue_us: (started_at - job.submitted_at).as_micros() as u64,
             compute_us: (now - started_at).as_micros() as u64,
         }));
         if let Some(reason) = finish {
-            let usage = Usage { prompt_tokens: job.prompt_tokens, output_tokens: index + 1, ..Usage::default() };
+            let (prompt_tokens, output_tokens) = (job.prompt_tokens, index + 1);
+            let usage = Usage { prompt_tokens, cached_tokens, output_tokens, resumptions: 0 };
             job.send(Ok(PrefillEvent::Finished(Finished { reason, usage })));
         }
     }
@@ -315,11 +347,12 @@ impl PrefillState {
     /// Launches the next chunk if its KV has room, and collects one. Whether there was one.
     fn step(&mut self, clock: &dyn Clock) -> Result<bool, StepLoopFailure> {
         if self.pending.is_none() {
-            self.pending = self.scheduler.plan().map(|step| Pending { step, room: Room::Unasked });
+            let page_tokens = self.engine.kv_layout().page_tokens;
+            self.pending = self.scheduler.plan().map(|step| Pending::new(step, self.chunk_tokens, page_tokens));
         }
         if let Some(mut pending) = self.pending.take() {
-            if self.has_room(&mut pending) {
-                self.launch(clock.now(), pending.step)?;
+            if self.is_ready(&mut pending)? {
+                self.launch(clock.now(), pending)?;
             } else {
                 self.pending = Some(pending);
             }
@@ -340,9 +373,32 @@ impl PrefillState {
         Ok(true)
     }
 
-    /// Whether the chunk's KV fits into the lane: room first, work second. A chunk of a prompt that has ended needs none.
-    fn has_room(&mut self, pending: &mut Pending) -> bool {
-        let PrefillStep { ticket, publish_kv, positions, .. } = &pending.step;
+    /// Sends what was cached, which need not wait for the step, and tells whether the chunk itself has room too.
+    fn is_ready(&mut self, pending: &mut Pending) -> Result<bool, StepLoopFailure> {
+        while let Some(positions) = pending.cached.front().cloned() {
+            if !self.has_room(pending, &positions) {
+                return Ok(false);
+            }
+            pending.cached.pop_front();
+            pending.room = Room::Unasked;
+            if let Some(span) = self.span(&pending.step, &pending.tables, positions) {
+                self.engine.read_kv(Arc::new(move |rank: u32, kv: &dyn KvReader| span.send_all(rank, kv)))?;
+            }
+        }
+        let positions = pending.step.positions.clone();
+        Ok(self.has_room(pending, &positions))
+    }
+
+    /// What is sent of a prompt's positions: nothing once it has ended or failed.
+    fn span(&self, step: &PrefillStep, tables: &Arc<PageTables>, positions: Range<u32>) -> Option<Span> {
+        let job = self.jobs.get(&step.ticket).filter(|job| step.publish_kv && job.failure.is_none())?;
+        let (handoff, tables) = (job.handoff.clone()?, Arc::clone(tables));
+        Some(Span { handoff, tables, positions, num_layers: self.num_layers() })
+    }
+
+    /// Whether the KV of some positions fits into the lane: room first, work second. A prompt that has ended needs none.
+    fn has_room(&mut self, pending: &mut Pending, positions: &Range<u32>) -> bool {
+        let PrefillStep { ticket, publish_kv, .. } = &pending.step;
         let handoff = self.jobs.get(ticket).and_then(|job| job.handoff.clone()).filter(|_| *publish_kv);
         let Some(handoff) = handoff else { return true };
         if pending.room == Room::Unasked {
@@ -367,20 +423,18 @@ impl PrefillState {
         (layout.full_layers.len() + layout.window_layers.len()) as u32
     }
 
-    fn launch(&mut self, now: Instant, step: PrefillStep) -> Result<(), StepLoopFailure> {
-        let PrefillStep { ticket, plan, positions, publish_kv, tables, mask, .. } = step;
-        let number = plan.step;
+    fn launch(&mut self, now: Instant, pending: Pending) -> Result<(), StepLoopFailure> {
+        let Pending { step, tables, .. } = pending;
+        if let Some(span) = self.span(&step, &tables, step.positions.clone()) {
+            self.exporter.begin(Export { step: step.plan.step, span, ranks_left: self.engine.ranks().into() });
+        }
+        let PrefillStep { ticket, plan, positions, mask, .. } = step;
         if let Some(job) = self.jobs.get_mut(&ticket) {
             job.started_at.get_or_insert(now);
             if let Some(promise) = mask {
                 job.mask = Some(Arc::clone(promise.pending()));
                 // The context ends with the last token that is known: the mask is for the one behind it.
                 self.masks.mask(ticket, job.next_index, promise);
-            }
-            if let Some(handoff) = job.handoff.clone().filter(|_| publish_kv && job.failure.is_none()) {
-                let (positions, num_layers) = (positions.clone(), self.num_layers());
-                let ranks_left = self.engine.ranks().into();
-                self.exporter.begin(Export { step: number, handoff, tables, positions, num_layers, ranks_left });
             }
         }
         self.metrics.step_rows.observe(plan.rows.len() as f64);
@@ -390,8 +444,10 @@ impl PrefillState {
         Ok(())
     }
 
-    fn report(&self) {
+    fn report(&mut self) {
         let counts = self.scheduler.counts();
+        self.metrics.prefix.advance(&self.reuse, &counts.reuse);
+        self.reuse = counts.reuse;
         let load = Load {
             waiting: counts.queued,
             running: counts.computing + counts.sending,

@@ -10,7 +10,7 @@ use scheduler::plan::{StepOutput, StepPlan};
 use types::{KvLayout, PageId};
 
 use crate::fault::Fault;
-use crate::{Engine, EngineError, KvPort};
+use crate::{Engine, EngineError, KvPort, KvReader};
 
 /// Commands that may wait at a rank. Two steps in flight are four; the rest leaves KV transfers some room. A full queue makes callers wait.
 const QUEUE: usize = 16;
@@ -26,9 +26,13 @@ pub struct KvWrite {
     pub bytes: Vec<u8>,
 }
 
+/// Reads a rank's cache, on the rank's own thread.
+pub type ReadKv = dyn Fn(u32, &dyn KvReader) + Send + Sync;
+
 enum Command {
     Launch(Arc<StepPlan>),
     Collect,
+    Read(Arc<ReadKv>),
     Export { slices: Vec<(KvSlice, PageId)>, reply: SyncSender<Result<Vec<Vec<u8>>, EngineError>> },
     Import { writes: Vec<KvWrite>, reply: SyncSender<Result<(), EngineError>> },
 }
@@ -142,6 +146,15 @@ impl EngineGroup {
             if rank == 0 { whole = part } else { fill_in(&mut whole, part) }
         }
         Ok(whole)
+    }
+
+    /// Has every rank call `read` with its number and its cache, behind the steps launched before and ahead of those launched after. Returns
+    /// without waiting for it.
+    ///
+    /// # Errors
+    /// [`EngineError::RankLost`].
+    pub fn read_kv(&self, read: Arc<ReadKv>) -> Result<(), EngineError> {
+        self.send_all(|| Command::Read(Arc::clone(&read)))
     }
 
     /// Copies slices out of one rank's cache, between steps; one buffer a slice.
@@ -266,6 +279,7 @@ impl RankThread {
                         return Ok(()); // the group is being dropped
                     }
                 }
+                Command::Read(read) => read(self.rank, &Cache(&*engine)),
                 Command::Export { slices, reply } => {
                     let _ = reply.send(self.export(engine, &slices)); // the caller may have given up
                 }
@@ -286,6 +300,15 @@ impl RankThread {
             Ok(bytes)
         };
         slices.iter().map(copy).collect()
+    }
+}
+
+/// A rank's cache between steps.
+struct Cache<'a, E>(&'a E);
+
+impl<E: Engine> KvReader for Cache<'_, E> {
+    fn export_kv(&self, slice: &KvSlice, page: PageId, out: &mut [u8]) -> Result<(), EngineError> {
+        self.0.export_kv(slice, page, out)
     }
 }
 

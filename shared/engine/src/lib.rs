@@ -47,8 +47,8 @@ pub trait Engine: Send {
     /// [`EngineError`]; after one that is fatal the rank may only be dropped.
     fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError>;
 
-    /// Waits for the oldest step in flight. The first rank of an attention group (all ranks are one unless the layout has data parallelism)
-    /// yields tokens and logits of that group's rows; all other rows are there without them.
+    /// Waits for the oldest step in flight; its keys and values are in the cache then. The first rank of an attention group (all ranks are
+    /// one unless the layout has data parallelism) yields tokens and logits of that group's rows; all other rows are there without them.
     ///
     /// # Errors
     /// [`EngineError`].
@@ -79,7 +79,7 @@ pub trait KvListener: Send + Sync {
     fn layers_ready(&self, rank: u32, plan: &StepPlan, layers: Range<u32>, kv: &dyn KvReader);
 }
 
-/// Read access to one rank's cache during [`KvListener::layers_ready`].
+/// Read access to one rank's cache, during [`KvListener::layers_ready`] and [`group::EngineGroup::read_kv`].
 pub trait KvReader {
     /// As [`Engine::export_kv`].
     ///

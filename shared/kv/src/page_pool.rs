@@ -1,9 +1,10 @@
 //! Pools of pages and the typed states that a page passes through.
 //!
 //! ```text
-//! free ──reserve──► Reserved ──expect_writer──► Landing ──landed──► Live ──drop──► free
-//!                      │  ▲ recycle (from Live)     │ drop
-//!                      └──► Live                    └──► quarantined ──fence(writer)──► free
+//! free ──reserve──► Reserved ──expect_writer──► Landing ──landed──► Live ──seal──► Cached
+//!                      │  ▲ recycle (from Live       │ drop
+//!                      │  │ and Cached)              └──► quarantined ──fence(writer)──► free
+//!                      └──┴► Live                        (all others: drop ──► free)
 //! ```
 //! A page that a remote writer may still write to never reaches the free list: letting go of [`state::Landing`] pages, however it
 //! happens, puts them into the pool's quarantine under the writer's ticket, and only [`PagePool::fence`] takes them out.
@@ -34,7 +35,11 @@ pub mod state {
     #[derive(Debug, Clone, Copy)]
     pub struct Live;
 
-    /// Implemented by the three states alone.
+    /// Complete: nobody writes to it any more, and several may read it ([`crate::CachedPage`]).
+    #[derive(Debug, Clone, Copy)]
+    pub struct Cached;
+
+    /// Implemented by the four states alone.
     pub trait PageState: super::sealed::State {}
     impl<S: super::sealed::State> PageState for S {}
 }
@@ -42,7 +47,7 @@ pub mod state {
 mod sealed {
     use types::TicketId;
 
-    use super::state::{Landing, Live, Reserved};
+    use super::state::{Cached, Landing, Live, Reserved};
 
     /// A state's place in the books.
     #[derive(Debug, Clone, Copy)]
@@ -50,6 +55,7 @@ mod sealed {
         Reserved,
         Landing,
         Live,
+        Cached,
     }
 
     pub trait State {
@@ -76,12 +82,16 @@ mod sealed {
     impl State for Live {
         const HELD: Held = Held::Live;
     }
+
+    impl State for Cached {
+        const HELD: Held = Held::Cached;
+    }
 }
 
 use sealed::Held;
-use state::{Landing, Live, PageState, Reserved};
+use state::{Cached, Landing, Live, PageState, Reserved};
 
-/// Pages of one pool by state; the five states add up to `total`.
+/// Pages of one pool by state; the six states add up to `total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolCounts {
     /// All pages of the pool.
@@ -94,6 +104,8 @@ pub struct PoolCounts {
     pub landing: u32,
     /// In use by the engine.
     pub live: u32,
+    /// Complete and read-only: kept for sequences that begin alike, or read by one.
+    pub cached: u32,
     /// Given up while their writer might still write.
     pub quarantined: u32,
 }
@@ -108,6 +120,7 @@ impl Add for PoolCounts {
             reserved: self.reserved + other.reserved,
             landing: self.landing + other.landing,
             live: self.live + other.live,
+            cached: self.cached + other.cached,
             quarantined: self.quarantined + other.quarantined,
         }
     }
@@ -142,7 +155,7 @@ impl Classify for NoPages {
 struct Books {
     free: Vec<PageId>,
     /// By [`Held`].
-    held: [u32; 3],
+    held: [u32; 4],
     quarantine: BTreeMap<TicketId, Vec<PageId>>,
 }
 
@@ -179,7 +192,7 @@ impl PagePool {
     pub fn new(group: PageGroup, num_pages: u32) -> Self {
         // Reversed, so that low numbers are handed out first.
         let free = (0..num_pages).rev().map(PageId).collect();
-        let books = Books { free, held: [0; 3], quarantine: BTreeMap::new() };
+        let books = Books { free, held: [0; 4], quarantine: BTreeMap::new() };
         Self { shared: Arc::new(Shared { group, total: num_pages, books: Mutex::new(books) }) }
     }
 
@@ -230,6 +243,7 @@ impl PagePool {
             reserved: books.held[Held::Reserved as usize],
             landing: books.held[Held::Landing as usize],
             live: books.held[Held::Live as usize],
+            cached: books.held[Held::Cached as usize],
             quarantined: books.quarantine.values().map(|pages| pages.len() as u32).sum(),
         }
     }
@@ -298,6 +312,21 @@ impl Pages<Landing> {
 
 impl Pages<Live> {
     /// The content is of no more use, the place is.
+    #[must_use]
+    pub fn recycle(self) -> Pages<Reserved> {
+        self.enter(Reserved)
+    }
+
+    /// The content is complete and will not be written again. One handle a page: they have several readers each, and come free one by one.
+    pub fn seal(self) -> impl Iterator<Item = Pages<Cached>> {
+        let mut cached = self.enter(Cached);
+        let (ids, shared) = (std::mem::take(&mut cached.ids), Arc::clone(&cached.shared));
+        ids.into_iter().map(move |id| Pages { ids: vec![id], state: Cached, shared: Arc::clone(&shared) })
+    }
+}
+
+impl Pages<Cached> {
+    /// Nobody else reads it, and the content is of no more use.
     #[must_use]
     pub fn recycle(self) -> Pages<Reserved> {
         self.enter(Reserved)
@@ -387,9 +416,10 @@ mod tests {
 
     const WRITER: TicketId = TicketId(7);
 
-    fn counts(pool: &PagePool) -> [u32; 5] {
+    /// Free, reserved, landing, live, quarantined, cached.
+    fn counts(pool: &PagePool) -> [u32; 6] {
         let counts = pool.counts();
-        [counts.free, counts.reserved, counts.landing, counts.live, counts.quarantined]
+        [counts.free, counts.reserved, counts.landing, counts.live, counts.quarantined, counts.cached]
     }
 
     #[test]
@@ -399,11 +429,25 @@ mod tests {
         assert_eq!(reserved.ids(), [0, 1, 2, 3, 4, 5].map(PageId));
         let live = reserved.take_first(2).into_live();
         let landing = reserved.take_first(3).expect_writer(WRITER);
-        assert_eq!(counts(&pool), [4, 1, 3, 2, 0]);
+        assert_eq!(counts(&pool), [4, 1, 3, 2, 0, 0]);
         drop((live, reserved));
-        assert_eq!(counts(&pool), [7, 0, 3, 0, 0]);
+        assert_eq!(counts(&pool), [7, 0, 3, 0, 0, 0]);
         drop(landing.landed());
-        assert_eq!(counts(&pool), [10, 0, 0, 0, 0]);
+        assert_eq!(counts(&pool), [10, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn sealed_pages_come_free_one_by_one_or_are_set_aside_again() {
+        let pool = PagePool::new(PageGroup::Window, 5);
+        let mut cached: Vec<_> = pool.reserve(3).unwrap().into_live().seal().collect();
+        assert_eq!(cached.iter().map(|page| page.ids()[0].0).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(counts(&pool), [2, 0, 0, 0, 0, 3]);
+        drop(cached.remove(1));
+        assert_eq!(counts(&pool), [3, 0, 0, 0, 0, 2]);
+        let reserved = cached.remove(0).recycle();
+        assert_eq!(counts(&pool), [3, 1, 0, 0, 0, 1]);
+        drop((reserved, cached));
+        assert_eq!(counts(&pool), [5, 0, 0, 0, 0, 0]);
     }
 
     #[test]
@@ -422,12 +466,12 @@ mod tests {
     fn landing_pages_let_go_stay_in_quarantine_until_their_own_writer_is_fenced() {
         let pool = PagePool::new(PageGroup::Full, 4);
         drop(pool.reserve(3).unwrap().expect_writer(WRITER));
-        assert_eq!(counts(&pool), [1, 0, 0, 0, 3]);
+        assert_eq!(counts(&pool), [1, 0, 0, 0, 3, 0]);
         assert_eq!(pool.fence(TicketId(8)), 0, "another ticket's fence frees nothing");
-        assert_eq!(counts(&pool), [1, 0, 0, 0, 3]);
+        assert_eq!(counts(&pool), [1, 0, 0, 0, 3, 0]);
         assert_eq!(pool.fence(WRITER), 3);
         assert_eq!(pool.fence(WRITER), 0, "a repeated fence frees nothing twice");
-        assert_eq!(counts(&pool), [4, 0, 0, 0, 0]);
+        assert_eq!(counts(&pool), [4, 0, 0, 0, 0, 0]);
     }
 
     #[test]
@@ -440,6 +484,6 @@ mod tests {
         })
         .join();
         assert!(result.is_err());
-        assert_eq!(counts(&pool), [2, 0, 0, 0, 0]);
+        assert_eq!(counts(&pool), [2, 0, 0, 0, 0, 0]);
     }
 }

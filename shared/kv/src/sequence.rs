@@ -1,12 +1,14 @@
 //! The pages of one sequence in both groups, from reservation to release.
 //!
 //! [`SequenceReserve`] holds pages before anything is computed. It becomes [`SequencePages`] either at once (prefill computes the
-//! context here) or by way of [`LandingPages`] (a remote prefill writes it).
+//! context here, from its beginning or behind pages that are cached) or by way of [`LandingPages`] (a remote prefill writes it).
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use types::{KvLayout, PageGroup, PageId, TicketId};
 
+use crate::cached_page::{CachedPage, PageReader};
 use crate::landing::{Incomplete, Landing};
 use crate::page_map::{PageMap, PageMapError, SliceError};
 use crate::page_pool::state::{self, Live, Reserved};
@@ -108,6 +110,19 @@ impl SequenceReserve {
             shape: self.shape,
             pools: self.pools,
         }
+    }
+
+    /// A sequence whose context is computed here from position `tokens` on, a page's first: `full` are the pages before it, `window` those
+    /// of [`PageShape::context_pages`] before it.
+    #[must_use]
+    pub(crate) fn resume(self, tokens: u32, full: Vec<PageReader>, window: Vec<PageReader>) -> SequencePages {
+        let mut pages = self.start();
+        let context = |group| pages.shape.context_pages(group, tokens);
+        let (full_pages, window_pages) = (context(PageGroup::Full), context(PageGroup::Window));
+        assert_eq!((full.len(), window.len()), (full_pages.len(), window_pages.len()), "pages of another context");
+        pages.full.begin_with(full_pages.start, full);
+        pages.window.begin_with(window_pages.start, window);
+        pages
     }
 
     /// Opens the pages of the context to the writer that `writer` admits; the rest stays set aside for growth.
@@ -219,9 +234,12 @@ impl LandingPages {
 struct Table {
     group: PageGroup,
     first_page: u32,
+    /// The first pages: complete, and maybe others' as well.
+    cached: VecDeque<PageReader>,
+    /// The pages behind them, this sequence's alone: only these are written.
     held: Pages<Live>,
     spare: Pages<Reserved>,
-    /// Pages at the end of `held` that no delta has told the engine of.
+    /// Pages at the end of the table that no delta has told the engine of.
     untold: u32,
     /// `first_page` as the engine knows it.
     told_first: u32,
@@ -230,14 +248,54 @@ struct Table {
 impl Table {
     fn new(group: PageGroup, first_page: u32, held: Pages<Live>, spare: Pages<Reserved>) -> Self {
         let untold = held.len();
-        Self { group, first_page, held, spare, untold, told_first: 0 }
+        Self { group, first_page, cached: VecDeque::new(), held, spare, untold, told_first: 0 }
+    }
+
+    /// Puts complete pages in an empty table.
+    fn begin_with(&mut self, first_page: u32, cached: Vec<PageReader>) {
+        assert_eq!(self.len(), 0, "complete pages come first");
+        (self.first_page, self.cached) = (first_page, cached.into());
+        self.untold = self.len();
+    }
+
+    /// Pages of the table.
+    fn len(&self) -> u32 {
+        self.cached.len() as u32 + self.held.len()
+    }
+
+    /// The page behind the last one.
+    fn end(&self) -> u32 {
+        self.first_page + self.len()
+    }
+
+    fn ids(&self) -> impl Iterator<Item = PageId> {
+        self.cached.iter().map(|reader| reader.page().id()).chain(self.held.ids().iter().copied())
     }
 
     fn drop_before(&mut self, first_page: u32) {
         let gone = first_page.saturating_sub(self.first_page);
-        self.spare.append(self.held.take_first(gone).recycle());
+        let gone_cached = self.cached.len().min(gone as usize);
+        for reader in self.cached.drain(..gone_cached) {
+            if let Some(place) = reader.release() {
+                self.spare.append(place);
+            }
+        }
+        self.spare.append(self.held.take_first(gone - gone_cached as u32).recycle());
         self.first_page = self.first_page.max(first_page);
-        self.untold = self.untold.min(self.held.len());
+        self.untold = self.untold.min(self.len());
+    }
+
+    /// The pages before page `end` are complete.
+    fn seal(&mut self, end: u32) {
+        let complete = end.saturating_sub(self.first_page + self.cached.len() as u32);
+        let pages = self.held.take_first(complete).seal().map(CachedPage::new);
+        self.cached.extend(pages.map(|page| page.read()));
+    }
+
+    /// Complete pages of a range, which are all in the table.
+    fn complete(&self, pages: Range<u32>) -> impl ExactSizeIterator<Item = &CachedPage> {
+        let place = |page: u32| (page - self.first_page) as usize;
+        self.cached.range(place(pages.start)..place(pages.end)).map(PageReader::page)
     }
 
     /// Pages wanted up to `end` that neither the table nor its reserve has.
@@ -246,7 +304,7 @@ impl Table {
     }
 
     fn missing(&self, end: u32) -> u32 {
-        end.saturating_sub(self.first_page + self.held.len())
+        end.saturating_sub(self.end())
     }
 
     fn extend(&mut self, end: u32, new: Pages<Reserved>) {
@@ -260,14 +318,13 @@ impl Table {
         if self.untold == 0 && self.told_first == self.first_page {
             return None;
         }
-        let ids = self.held.ids();
-        let append = ids[ids.len() - self.untold as usize..].to_vec();
+        let append = self.ids().skip((self.len() - self.untold) as usize).collect();
         (self.untold, self.told_first) = (0, self.first_page);
         Some(TableDelta { group: self.group, first_page: self.first_page, append })
     }
 
     fn snapshot(&self) -> PageTable {
-        PageTable { first_page: self.first_page, pages: self.held.ids().to_vec() }
+        PageTable { first_page: self.first_page, pages: self.ids().collect() }
     }
 }
 
@@ -306,5 +363,27 @@ impl SequencePages {
     #[must_use]
     pub fn tables(&self) -> PageTables {
         PageTables { full: self.full.snapshot(), window: self.window.snapshot() }
+    }
+    /// The first `tokens` positions are computed: their whole pages are complete, and stay as they are. Yields those of full attention.
+    pub(crate) fn seal_full(&mut self, tokens: u32) -> impl ExactSizeIterator<Item = &CachedPage> {
+        let end = tokens / self.shape.page_tokens;
+        self.full.seal(end);
+        self.full.complete(0..end)
+    }
+
+    /// Window pages that a sequence must hold to go on at position `tokens`, a page's first, if this one still has them all. The positions
+    /// before it are computed, so these pages are complete.
+    pub(crate) fn seal_window(&mut self, tokens: u32) -> Option<impl ExactSizeIterator<Item = &CachedPage>> {
+        let pages = self.shape.context_pages(PageGroup::Window, tokens);
+        if pages.start < self.window.first_page || self.window.end() < pages.end {
+            return None;
+        }
+        self.window.seal(pages.end);
+        Some(self.window.complete(pages))
+    }
+
+    /// More room for pages of the window, in the place of some that others keep.
+    pub(crate) fn add_window_spare(&mut self, pages: Pages<Reserved>) {
+        self.window.spare.append(pages);
     }
 }

@@ -42,6 +42,7 @@ fn reserve(scheduler: &mut DecodeScheduler, id: u128, prefill: &PeerId) {
         stop_token_ids: [2].into(),
         max_tokens: u32::MAX,
         constraint: None,
+        cache_salt: None,
     };
     let request = ReserveRequest { ticket: TicketId(id), prefill: prefill.clone(), sequence };
     scheduler.reserve(Instant::now(), request).expect("the pools are large enough");

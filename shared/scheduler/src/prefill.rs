@@ -3,6 +3,9 @@
 //! A prompt's pages are taken when it begins and are pinned until nobody can read them any more: until its steps are complete and its
 //! transfer is terminal. While one prompt's transfer ends the next may compute, if slots and pages allow.
 //!
+//! A prompt that begins like an earlier one is computed from the last boundary on that is cached of it ([`PrefixCache`]); its transfer sends
+//! all of it. What a step has computed is cached when the step is complete, so nothing of one that fails is.
+//!
 //! Events are method calls; effects are [`PrefillAction`]s appended to `out`. Each prompt ends with one [`PrefillAction::Ended`].
 
 mod config;
@@ -12,7 +15,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
-use kv::{PagePools, PageShape, PageTables, PoolCounts, SequenceReserve};
+use kv::{
+    Context, NoPages, PagePools, PageShape, PageTables, PoolCounts, PrefixCache, PrefixCounts, SequenceReserve, Start,
+};
 use types::{Classify, ErrorClass, FinishReason, KvLayout, PageGroup, SampledToken, SlotId, TicketId};
 
 pub use config::PrefillConfig;
@@ -49,6 +54,8 @@ pub enum PrefillAction {
         index: u32,
         /// The token.
         token: SampledToken,
+        /// Prompt tokens that were cached.
+        cached_tokens: u32,
         /// Why the sequence ends here, if it does.
         finish: Option<FinishReason>,
     },
@@ -94,6 +101,8 @@ pub struct PrefillStep {
     pub ticket: TicketId,
     /// What the engine does.
     pub plan: StepPlan,
+    /// Positions before the chunk's that were cached, if it is the prompt's first: they are sent as well, and may be before the step runs.
+    pub cached: Range<u32>,
     /// Positions that the chunk computes.
     pub positions: Range<u32>,
     /// Whether the chunk ends the context and samples the next token.
@@ -182,6 +191,8 @@ pub struct PrefillCounts {
     pub window: PoolCounts,
     /// Steps completed since the start.
     pub steps: u64,
+    /// What was reused.
+    pub reuse: PrefixCounts,
 }
 
 /// The prefill worker's scheduler. See the module.
@@ -190,6 +201,8 @@ pub struct PrefillScheduler {
     config: PrefillConfig,
     shape: PageShape,
     pools: PagePools,
+    /// If pages of prompts are kept.
+    cache: Option<PrefixCache>,
     /// Popped from the end; low numbers first.
     free_slots: Vec<SlotId>,
     queue: VecDeque<PrefillRequest>,
@@ -210,9 +223,11 @@ impl PrefillScheduler {
     pub fn new(config: PrefillConfig, layout: &KvLayout) -> Result<Self, InvalidConfig> {
         let shape = PageShape::of(layout);
         config.validate(shape)?;
+        let pools = PagePools::new(config.full_pages, config.window_pages);
         Ok(Self {
             shape,
-            pools: PagePools::new(config.full_pages, config.window_pages),
+            cache: config.prefix_reuse.then(|| PrefixCache::new(shape, pools.clone())),
+            pools,
             free_slots: (0..config.max_prompts).rev().map(SlotId).collect(),
             queue: VecDeque::new(),
             prompts: Vec::new(),
@@ -251,12 +266,16 @@ impl PrefillScheduler {
     }
 
     /// The next chunk: of the prompt being computed, else of the queue's head if a slot and pages are free for it. `None` when there is
-    /// nothing to compute or no room, or when as many steps are in flight as may be.
+    /// nothing to compute or no room, when as many steps are in flight as may be, or when a boundary must be kept first.
     pub fn plan(&mut self) -> Option<PrefillStep> {
         if self.in_flight.is_full() {
             return None;
         }
-        let prompt_idx = self.prompts.iter().position(Prompt::has_chunks_left).or_else(|| self.begin_next())?;
+        let prompt_idx = match self.prompts.iter().position(Prompt::has_chunks_left) {
+            Some(idx) if self.prompts[idx].awaits_boundary() => return None,
+            Some(idx) => idx,
+            None => self.begin_next()?,
+        };
         let unbind = std::mem::take(&mut self.unbind);
         let plan = StepPlan { step: self.in_flight.next_step(), unbind, ..StepPlan::default() };
         let prompt = &mut self.prompts[prompt_idx];
@@ -271,14 +290,27 @@ impl PrefillScheduler {
 
     /// Gives the head of the queue a slot and pages; returns its place among the prompts. The head waits for room, nobody overtakes it.
     fn begin_next(&mut self) -> Option<usize> {
-        let head = self.queue.front()?;
         let slot = self.free_slots.last().copied()?;
-        let demand = self.config.demand(self.shape, head.sequence.context_tokens());
-        let reserve = SequenceReserve::take(&self.pools, self.shape, demand).ok()?;
+        let head = self.queue.pop_front()?;
+        let Ok(start) = self.take_pages(&head.sequence) else {
+            self.queue.push_front(head);
+            return None;
+        };
         self.free_slots.pop();
-        let head = self.queue.pop_front().expect("the front was just looked at");
-        self.prompts.push(Prompt::new(head, slot, reserve.start(), self.config.max_context_tokens));
+        self.prompts.push(Prompt::new(head, slot, start, self.config.max_context_tokens));
         Some(self.prompts.len() - 1)
+    }
+
+    /// Pages for a sequence: those that are cached of it, and room for the rest.
+    fn take_pages(&mut self, sequence: &SequenceSpec) -> Result<Start, NoPages> {
+        let demand = |tokens| self.config.demand(self.shape, tokens);
+        if let Some(cache) = &mut self.cache {
+            let prompt_tokens = sequence.prompt.len() as u32;
+            let (salt, tokens) = (&sequence.cache_salt, &*sequence.context());
+            return cache.begin(Context { salt, tokens, prompt_tokens }, demand);
+        }
+        let pages = SequenceReserve::take(&self.pools, self.shape, demand(sequence.context_tokens()))?.start();
+        Ok(Start { pages, reused_tokens: 0, boundaries: Vec::new() })
     }
 
     /// Takes in what the oldest step in flight yielded: a [`PrefillAction::FirstToken`] if it was a last chunk.
@@ -289,22 +321,27 @@ impl PrefillScheduler {
         let step = output.step;
         for (ticket, row) in self.in_flight.pop(output)? {
             let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) else { continue };
-            prompt.steps_in_flight -= 1;
-            if prompt.is_computed() && prompt.progress == Progress::Computing {
-                let Some(token) = row.sampled else {
-                    if prompt.spec.constraint.is_none() {
-                        return Err(StepMismatch::NoToken { step, slot: row.slot.0 });
-                    }
-                    self.end(ticket, PrefillOutcome::Aborted(AbortReason::ConstraintFailed), out);
-                    continue;
-                };
-                let index = prompt.spec.next_index();
-                let finish = prompt.spec.finish_reason(index, token.token, self.config.max_context_tokens);
-                prompt.progress = Progress::Sending;
-                out.push(PrefillAction::FirstToken { ticket, index, token, finish });
-                if let Some(reason) = finish {
-                    self.end(ticket, PrefillOutcome::Finished(reason), out);
-                }
+            let computed = prompt.chunk_done();
+            let samples = prompt.is_computed() && prompt.progress == Progress::Computing;
+            if samples && row.sampled.is_none() && prompt.spec.constraint.is_none() {
+                return Err(StepMismatch::NoToken { step, slot: row.slot.0 });
+            }
+            if let Some(cache) = &mut self.cache {
+                prompt.keep(computed, cache);
+            }
+            if !samples {
+                continue;
+            }
+            let Some(token) = row.sampled else {
+                self.end(ticket, PrefillOutcome::Aborted(AbortReason::ConstraintFailed), out);
+                continue;
+            };
+            let index = prompt.spec.next_index();
+            let finish = prompt.spec.finish_reason(index, token.token, self.config.max_context_tokens);
+            prompt.progress = Progress::Sending;
+            out.push(PrefillAction::FirstToken { ticket, index, token, cached_tokens: prompt.cached_tokens(), finish });
+            if let Some(reason) = finish {
+                self.end(ticket, PrefillOutcome::Finished(reason), out);
             }
         }
         self.release_unpinned();
@@ -396,6 +433,7 @@ impl PrefillScheduler {
             full: self.pools.group(PageGroup::Full).counts(),
             window: self.pools.group(PageGroup::Window).counts(),
             steps: self.in_flight.completed(),
+            reuse: self.cache.as_ref().map_or_else(PrefixCounts::default, PrefixCache::counts),
         }
     }
 

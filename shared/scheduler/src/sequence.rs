@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use types::{Constraint, FinishReason, GenerateRequest, Sampling, TokenId};
+use types::{CacheSalt, Constraint, FinishReason, GenerateRequest, Sampling, TokenId};
 
 /// The part of a request that computing it takes. Cheap to clone but for `generated`.
 #[derive(Debug, Clone)]
@@ -19,6 +19,8 @@ pub struct SequenceSpec {
     pub max_tokens: u32,
     /// What the output must look like. Schedulers only know that there is one: rows of the sequence sample under a mask.
     pub constraint: Option<Constraint>,
+    /// Whose cached prompts this one may share.
+    pub cache_salt: Option<CacheSalt>,
 }
 
 impl From<&GenerateRequest> for SequenceSpec {
@@ -30,6 +32,7 @@ impl From<&GenerateRequest> for SequenceSpec {
             stop_token_ids: request.stop_token_ids.as_slice().into(),
             max_tokens: request.max_tokens,
             constraint: request.constraint.clone(),
+            cache_salt: request.cache_salt.clone(),
         }
     }
 }
@@ -71,10 +74,9 @@ impl SequenceSpec {
         most_tokens.saturating_sub(1).max(self.context_tokens())
     }
 
-    /// The tokens of the context at `positions`.
-    pub(crate) fn context(&self, positions: std::ops::Range<u32>) -> Vec<TokenId> {
-        let context = self.prompt.iter().chain(&self.generated);
-        context.skip(positions.start as usize).take(positions.len()).copied().collect()
+    /// The tokens of the context.
+    pub(crate) fn context(&self) -> Vec<TokenId> {
+        [&*self.prompt, &*self.generated].concat()
     }
 }
 
@@ -90,6 +92,7 @@ mod tests {
             stop_token_ids: [7].into(),
             max_tokens,
             constraint: None,
+            cache_salt: None,
         }
     }
 
@@ -118,6 +121,6 @@ mod tests {
         assert_eq!(spec(4, 0, 1).most_cached_tokens(10), 4);
         assert_eq!(spec(4, 0, 3).most_cached_tokens(10), 6);
         assert_eq!(spec(4, 0, 100).most_cached_tokens(10), 9);
-        assert_eq!(spec(4, 2, 100).context(3..6), [3, 1000, 1001]);
+        assert_eq!(spec(4, 2, 100).context(), [0, 1, 2, 3, 1000, 1001]);
     }
 }

@@ -140,7 +140,8 @@ pub trait SendTicket: Send + Sync {
     /// The ticket.
     fn id(&self) -> TicketId;
 
-    /// Waits until the lane has room for `bytes` more and sets it aside for this ticket. Bounded by `stall_timeout_ms`.
+    /// Waits until the lane has room for `bytes` more and sets it aside for this ticket. Bounded by `stall_timeout_ms`. What was set aside
+    /// before must be on its way to be handed over: this may wait for it.
     ///
     /// # Errors
     /// `NoRoom` if it is more than the lane can ever hold; else as [`SendTicket::part`], and `Timeout`.

@@ -111,7 +111,7 @@ impl Constraint {
 
 /// Keeps apart whose cached prompts are reused by whom: requests share KV only where it is equal. 1 to 128 bytes. Who knows it can find
 /// out by timing which prompts were here, so it is not printed.
-#[derive(Clone, PartialEq, Eq, Hash)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CacheSalt(Arc<[u8]>);
 
 impl CacheSalt {

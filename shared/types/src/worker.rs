@@ -104,6 +104,8 @@ pub struct PagePoolLoad {
     pub landing: u32,
     /// Used by a running sequence.
     pub live: u32,
+    /// Complete and read-only, kept for prompts that begin alike (prefill).
+    pub cached: u32,
     /// Waiting until their writer provably cannot write any more.
     pub quarantined: u32,
 }

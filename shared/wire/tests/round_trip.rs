@@ -65,11 +65,12 @@ fn report() -> WorkerReport {
             pools: vec![PagePoolLoad {
                 dp_group: DpGroup(1),
                 group: PageGroup::Window,
-                total: 21,
+                total: 26,
                 free: 1,
                 reserved: 2,
                 landing: 3,
                 live: 4,
+                cached: 5,
                 quarantined: 11,
             }],
             steps: 99,

@@ -6,12 +6,13 @@ use std::time::Instant;
 
 use chassis::Metrics;
 use chassis::metrics::seconds_buckets;
+use kv::PrefixCounts;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
-use types::{PagePoolLoad, WorkerState};
+use types::{PageGroup, PagePoolLoad, WorkerState};
 
 use crate::status::Status;
 
@@ -39,6 +40,48 @@ pub struct CauseLabel {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PartLabel {
     part: &'static str,
+}
+
+/// A label `group`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct GroupLabel {
+    group: &'static str,
+}
+
+/// What prompts that begin alike save (prefill).
+#[derive(Clone)]
+pub struct PrefixMetrics {
+    lookup_tokens: Counter,
+    reused_tokens: Counter,
+    boundaries: Counter,
+    evictions: Family<GroupLabel, Counter>,
+}
+
+impl PrefixMetrics {
+    fn new(metrics: &Metrics) -> Self {
+        Self {
+            lookup_tokens: metrics.counter("prefix_lookup_tokens", "Tokens of contexts that were looked up (prefill)"),
+            reused_tokens: metrics.counter("prefix_reused_tokens", "Those of them that were cached (prefill)"),
+            boundaries: metrics.counter("prefix_boundaries", "Places kept at which prompts can resume (prefill)"),
+            evictions: metrics.counters(
+                "prefix_evictions",
+                "What made room for others: pages (group full) and places to resume at (group window) (prefill)",
+            ),
+        }
+    }
+
+    /// Counts what has happened between two looks at the scheduler.
+    pub fn advance(&self, before: &PrefixCounts, now: &PrefixCounts) {
+        self.lookup_tokens.inc_by(now.looked_up_tokens - before.looked_up_tokens);
+        self.reused_tokens.inc_by(now.reused_tokens - before.reused_tokens);
+        self.boundaries.inc_by(now.boundaries - before.boundaries);
+        for (group, evictions) in [
+            (PageGroup::Full, now.evicted_full - before.evicted_full),
+            (PageGroup::Window, now.evicted_boundaries - before.evicted_boundaries),
+        ] {
+            self.evictions.get_or_create(&GroupLabel { group: group.name() }).inc_by(evictions);
+        }
+    }
 }
 
 /// The end of one transfer, by prefill's clock, in this order.
@@ -123,6 +166,8 @@ pub struct WorkerMetrics {
     pub request_failures: Family<CauseLabel, Counter>,
     /// Sequences that gave way for lack of pages.
     pub preemptions: Counter,
+    /// What was reused of prompts (prefill).
+    pub prefix: PrefixMetrics,
     /// Seconds of one mask: taking in a token of a grammar and saying what may follow.
     pub mask_seconds: Histogram,
 }
@@ -159,6 +204,7 @@ impl WorkerMetrics {
                 .counters("transfer_failures", "KV transfers that failed; not those given up with their request"),
             request_failures: metrics.counters("request_failures", "Requests that ended without an answer"),
             preemptions: metrics.counter("preemptions", "Sequences that gave way for lack of pages"),
+            prefix: PrefixMetrics::new(metrics),
             mask_seconds: metrics.histogram("mask_seconds", "Seconds to compute a grammar's mask", mask_buckets()),
         }
     }
@@ -182,10 +228,15 @@ fn mask_buckets() -> impl Iterator<Item = f64> {
 /// Pages by state and page group, summed over attention groups.
 fn pages_by_state(pools: &[PagePoolLoad]) -> BTreeMap<PageLabels, i64> {
     let mut pages = BTreeMap::new();
-    for PagePoolLoad { dp_group: _, group, total: _, free, reserved, landing, live, quarantined } in pools {
-        for (state, count) in
-            [("free", free), ("reserved", reserved), ("landing", landing), ("live", live), ("quarantined", quarantined)]
-        {
+    for PagePoolLoad { dp_group: _, group, total: _, free, reserved, landing, live, cached, quarantined } in pools {
+        for (state, count) in [
+            ("free", free),
+            ("reserved", reserved),
+            ("landing", landing),
+            ("live", live),
+            ("cached", cached),
+            ("quarantined", quarantined),
+        ] {
             *pages.entry(PageLabels { state, group: group.name() }).or_default() += i64::from(*count);
         }
     }

@@ -24,8 +24,8 @@ pub struct LoadReport {
 /// A pool's counts as a load report shows them.
 #[must_use]
 pub fn pool_load(dp_group: DpGroup, group: PageGroup, counts: PoolCounts) -> PagePoolLoad {
-    let PoolCounts { total, free, reserved, landing, live, quarantined } = counts;
-    PagePoolLoad { dp_group, group, total, free, reserved, landing, live, quarantined }
+    let PoolCounts { total, free, reserved, landing, live, cached, quarantined } = counts;
+    PagePoolLoad { dp_group, group, total, free, reserved, landing, live, cached, quarantined }
 }
 
 /// How far the weights have been read.

@@ -23,6 +23,8 @@ pub(super) struct Seen {
     pub(super) gaps_s: Vec<f64>,
     /// As the gateway counts them.
     pub(super) prompt_tokens: u64,
+    /// Those of them that prefill did not compute.
+    pub(super) cached_tokens: u64,
     /// The same, of the answer.
     pub(super) output_tokens: u64,
 }
@@ -121,6 +123,7 @@ fn seen(times: &[f64], usage: &Value) -> anyhow::Result<Seen> {
         rest_s: last - first,
         gaps_s: times.windows(2).map(|pair| pair[1] - pair[0]).collect(),
         prompt_tokens: usage["prompt_tokens"].as_u64().context("the answer had no usage")?,
+        cached_tokens: usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0),
         output_tokens: usage["completion_tokens"].as_u64().context("the answer had no usage")?,
     })
 }

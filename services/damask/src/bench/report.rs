@@ -144,6 +144,14 @@ impl Report {
                 case.prompt_tokens_per_s(),
             )?;
         }
+        let sum = |part: fn(&Seen) -> u64| cases.iter().map(|case| case.sum(part)).sum::<u64>();
+        let (cached, all) = (sum(|seen| seen.cached_tokens), sum(|seen| seen.prompt_tokens));
+        if cached > 0 {
+            writeln!(
+                text,
+                "\n{cached} of {all} prompt tokens were cached, not computed: another `--seed`, or prefill with `prefix_reuse: false`, measures them all."
+            )?;
+        }
         Ok(text)
     }
 
@@ -161,6 +169,7 @@ impl Report {
                 "per_token_ms": case.per_token_ms().json(),
                 "gap_ms": case.gap_ms().json(),
                 "prompt_tokens": case.sum(|seen| seen.prompt_tokens),
+                "cached_tokens": case.sum(|seen| seen.cached_tokens),
                 "output_tokens": case.sum(|seen| seen.output_tokens),
                 "output_tokens_per_s": case.output_tokens_per_s(),
             })
@@ -189,6 +198,7 @@ mod tests {
             rest_s: 0.9,
             gaps_s: vec![0.3; 3],
             prompt_tokens: 1000,
+            cached_tokens: 0,
             output_tokens,
         };
         let case = Case::new(2, 1000, 2.0, vec![Ok(seen(0.25, 10)), Err("503".into()), Ok(seen(0.5, 1))]);
@@ -198,6 +208,10 @@ mod tests {
         let text = report.markdown().unwrap();
         let row = "| 1000 | 2 | 3 | 1 | 250.0 | 500.0 | 500.0 | 100.00 | 100.00 | 300.0 | 6 | 1000 |";
         assert!(text.contains(row), "{text}");
+        assert!(!text.contains("cached"), "{text}");
         assert_eq!(report.json()["cases"][0]["first_token_ms"]["p90"], 500.0);
+        report.cases.push(Case::new(1, 1000, 2.0, vec![Ok(Seen { cached_tokens: 960, ..seen(0.1, 10) })]));
+        assert!(report.markdown().unwrap().contains("960 of 3000 prompt tokens were cached"));
+        assert_eq!(report.json()["cases"][1]["cached_tokens"], 960);
     }
 }

@@ -186,6 +186,7 @@ impl World {
             stop_token_ids: [].into(),
             max_tokens,
             constraint: None,
+            cache_salt: None,
         };
         let request = ReserveRequest { ticket: TicketId(ticket), prefill: prefill(), sequence };
         self.turn([Message::Reserve(Box::new(Reserve { request, events, reply }))]);
@@ -461,6 +462,7 @@ fn a_draining_worker_refuses_and_goes_on() {
         stop_token_ids: [].into(),
         max_tokens: 4,
         constraint: None,
+        cache_salt: None,
     };
     let request = ReserveRequest { ticket: TicketId(2), prefill: prefill(), sequence };
     world.turn([Message::Reserve(Box::new(Reserve { request, events, reply }))]);

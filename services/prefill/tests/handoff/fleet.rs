@@ -152,12 +152,12 @@ impl Service {
         watch(&self.channel).await.unwrap()
     }
 
-    /// Waits until every page is free and no sequence is left.
+    /// Waits until no sequence is left and every page is free, or kept for prompts that begin alike.
     pub(crate) async fn wait_idle(&self) {
         let mut last = None;
         for _ in 0..400 {
             let load = self.report().await.load;
-            if load.waiting + load.running == 0 && load.pools.iter().all(|pool| pool.free == pool.total) {
+            if load.waiting + load.running == 0 && load.pools.iter().all(|pool| pool.free + pool.cached == pool.total) {
                 return;
             }
             last = Some(load);
@@ -244,18 +244,30 @@ impl Fleet {
 
     /// Carries a request out as a router would, and checks the order of events.
     pub(crate) async fn generate(&self, request: &GenerateRequest) -> Result<(Vec<TokenId>, Finished), Status> {
+        let (tokens, finished, _) = self.generate_and_report(request).await?;
+        Ok((tokens, finished))
+    }
+
+    /// The same, with the number of prompt tokens that prefill had cached.
+    pub(crate) async fn generate_and_report(
+        &self,
+        request: &GenerateRequest,
+    ) -> Result<(Vec<TokenId>, Finished, u32), Status> {
         let (ticket, mut decode) = self.reserve(request).await?;
         let mut prefill = self.submit(request, ticket).await?;
-        let first = match prefill_event(&mut prefill).await?.expect("FirstToken comes first") {
-            PrefillEvent::FirstToken { index, token, .. } => {
+        let (first, cached_tokens) = match prefill_event(&mut prefill).await?.expect("FirstToken comes first") {
+            PrefillEvent::FirstToken { index, token, cached_tokens, .. } => {
                 assert_eq!(index, request.next_index());
-                token
+                (token, cached_tokens)
             }
             other => panic!("wanted FirstToken, got {other:?}"),
         };
         let mut tokens = vec![first];
         match prefill_event(&mut prefill).await?.expect("two events") {
-            PrefillEvent::Finished(finished) => return Ok((ids(&tokens), finished)),
+            PrefillEvent::Finished(finished) => {
+                assert_eq!(finished.usage.cached_tokens, cached_tokens);
+                return Ok((ids(&tokens), finished, cached_tokens));
+            }
             PrefillEvent::Committed { kv_bytes, .. } => assert!(kv_bytes > 0),
             PrefillEvent::FirstToken { .. } => panic!("a second first token"),
         }
@@ -268,7 +280,7 @@ impl Fleet {
                 }
                 DecodeEvent::Finished(finished) => {
                     assert!(decode_event(&mut decode).await?.is_none());
-                    return Ok((ids(&tokens), finished));
+                    return Ok((ids(&tokens), finished, cached_tokens));
                 }
                 other => panic!("wanted tokens or an end, got {other:?}"),
             }

@@ -3,6 +3,7 @@
 
 mod fleet;
 mod monolith;
+mod reuse;
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;

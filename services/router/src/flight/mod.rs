@@ -81,7 +81,8 @@ pub struct Flight {
     early: Vec<DecodeEvent>,
     /// Accepted, not emitted yet.
     fresh: Vec<SampledToken>,
-    cached_tokens: u32,
+    /// Of the first prefill that yielded a token: what the client's prompt cost. Later ones find what that has left.
+    cached_tokens: Option<u32>,
 }
 
 impl Flight {
@@ -110,7 +111,7 @@ impl Flight {
             prefill_is_done: false,
             early: Vec::new(),
             fresh: Vec::new(),
-            cached_tokens: 0,
+            cached_tokens: None,
         };
         match flight.finish_reason() {
             // What the client resumes from is a whole answer already.
@@ -255,9 +256,7 @@ impl Flight {
         match (std::mem::replace(&mut self.phase, Phase::Ended), event) {
             (Phase::Prefilling { pair }, PrefillEvent::FirstToken { index, token, cached_tokens, .. }) => {
                 self.enter(now, Phase::Transferring { pair });
-                if self.attempt == 0 {
-                    self.cached_tokens = cached_tokens;
-                }
+                self.cached_tokens.get_or_insert(cached_tokens);
                 if index != self.request.next_index() {
                     let reason = format!("token {index} where {} is next", self.request.next_index());
                     return self.attempt_failed(now, AttemptFailure::Protocol { role, reason }, &[role], out);
@@ -440,7 +439,7 @@ impl Flight {
         self.flush(out);
         let usage = Usage {
             prompt_tokens: self.request.prompt.len() as u32,
-            cached_tokens: self.cached_tokens,
+            cached_tokens: self.cached_tokens.unwrap_or(0),
             output_tokens: self.request.next_index(),
             resumptions: self.resumptions,
         };

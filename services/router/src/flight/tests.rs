@@ -405,6 +405,30 @@ fn refusals_for_lack_of_room_do_not_prolong_the_wait() {
 }
 
 #[test]
+fn the_first_prefill_says_how_much_was_cached() {
+    let mut bench = Bench::in_phase("reserving");
+    bench.event(named_event("decode full", 0));
+    bench.place(1);
+    bench.reserved(1);
+    bench.prefill(first_token(0, 10)); // 2 were cached
+    bench.event(named_event("decode lost", 1));
+    bench.place(2);
+    bench.reserved(2);
+    let cached_tokens = 3;
+    bench.prefill(PrefillEvent::FirstToken {
+        index: 1,
+        token: sampled(STOP),
+        cached_tokens,
+        queue_us: 0,
+        compute_us: 0,
+    });
+    assert_eq!(
+        bench.prefill(PrefillEvent::Finished(finished(2))),
+        "finished Stop prompt 3 cached 2 output 2 resumptions 1, release prefill, release decode, end"
+    );
+}
+
+#[test]
 fn a_slow_client_does_not_count_against_the_worker() {
     let mut bench = Bench::in_phase("decoding");
     bench.now += Duration::from_secs(30);

@@ -8,7 +8,7 @@ use kernels::{ExpertWeights, Kernels, SampleRow, Workspace};
 use kv::KvSlice;
 use model::rope::RopeAngles;
 use model::{ModelConfig, ShardPlan};
-use scheduler::plan::{RowOutput, StepOutput, StepPlan};
+use scheduler::plan::{RowOutput, RowOutputKind, StepOutput, StepPlan};
 use types::{DpGroup, PageId, SlotId, TokenId};
 
 use super::activations::Activations;
@@ -64,6 +64,8 @@ struct Pending {
     launch: u64,
     rows: Vec<PendingRow>,
     drawing: Option<Drawing>,
+    /// Its last work, if it draws nothing whose arrival would tell that it is complete.
+    end: Option<Event>,
 }
 
 struct PendingRow {
@@ -346,7 +348,9 @@ impl Engine for CudaRank {
             let logits = if batch.logits[idx].is_empty() { Vec::new() } else { self.fetch_logits(&batch, idx)? };
             rows.push(PendingRow { slot: row.slot, draw, logprobs, logits });
         }
-        self.pending.push_back(Pending { step: plan.step, launch, rows, drawing: None });
+        let draws = plan.rows.iter().any(|row| row.output == RowOutputKind::Sample);
+        let end = if draws { None } else { Some(self.gpu.stream.record()?) };
+        self.pending.push_back(Pending { step: plan.step, launch, rows, drawing: None, end });
         if !batch.sample_tokens.is_empty() {
             if !is_recorded {
                 self.forward(&batch, batch.max_context).logits(&batch.sample_tokens)?;
@@ -361,8 +365,10 @@ impl Engine for CudaRank {
             self.draw_late()?;
         }
         let reason = || EngineError::Setup("collect without a launched step".into());
-        let Pending { step, launch, rows, drawing } = self.pending.pop_front().ok_or_else(reason)?;
+        let Pending { step, launch, rows, drawing, end } = self.pending.pop_front().ok_or_else(reason)?;
         let draws = drawing.map(Drawing::wait).transpose()?;
+        // Whoever collects a step takes its pages for written.
+        end.map(|end| end.wait()).transpose()?;
         self.collective.check()?;
         let mut outputs = Vec::with_capacity(rows.len());
         for PendingRow { slot, draw, logprobs, logits } in rows {

@@ -90,6 +90,29 @@ fn steps_come_out_in_order_two_in_flight() {
 }
 
 #[test]
+fn every_rank_reads_its_cache_between_steps() {
+    let group = group(None);
+    launch(&group, 0).expect("all ranks run");
+    let read = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&read);
+    let slice = KvSlice { group: types::PageGroup::Full, layer: 0, page: 0, head_start: 0, head_count: 1 };
+    let reader = move |rank: u32, kv: &dyn KvReader| {
+        let mut bytes = [0; 3];
+        kv.export_kv(&slice, PageId(7), &mut bytes).expect("there is such a page");
+        seen.lock().expect("nothing panics under it").push((rank, bytes));
+    };
+    group.read_kv(Arc::new(reader)).expect("all ranks run");
+    launch(&group, 1).expect("all ranks run");
+    for step in 0..2 {
+        assert_eq!(group.collect().expect("all ranks run").step, step);
+    }
+    group.shutdown().expect("no rank was lost");
+    let mut read = std::mem::take(&mut *read.lock().expect("nothing panics under it"));
+    read.sort_unstable();
+    assert_eq!(read, [0, 1, 2, 3].map(|rank| (rank, [7; 3])));
+}
+
+#[test]
 fn a_lost_rank_fails_the_group_and_nothing_hangs() {
     for (failure, reason) in [(Failure::Panic, "panicked: made to"), (Failure::Error, "step 3 cannot be run: made to")]
     {

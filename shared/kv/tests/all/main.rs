@@ -2,6 +2,7 @@
 
 mod landing;
 mod page_map;
+mod prefix_cache;
 mod sequence;
 
 use types::{KvDtype, KvLayout};

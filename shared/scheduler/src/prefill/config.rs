@@ -21,6 +21,8 @@ pub struct PrefillConfig {
     pub window_pages: u32,
     /// Plan a chunk while the one before it runs.
     pub lookahead: bool,
+    /// Keep pages of prompts for prompts that begin alike.
+    pub prefix_reuse: bool,
     /// Ended tickets whose outcome is remembered.
     pub remembered_tickets: u32,
 }

@@ -1,10 +1,11 @@
 //! One prompt that holds a slot and pages.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kv::SequencePages;
-use types::{SlotId, TicketId};
+use kv::{Context, PrefixCache, SequencePages, Start};
+use types::{SlotId, TicketId, TokenId};
 
 use super::{PrefillRequest, PrefillStep};
 use crate::mask::MaskPromise;
@@ -40,28 +41,39 @@ pub(super) struct Prompt {
     pub(super) deadline: Instant,
     pub(super) progress: Progress,
     pub(super) transfer: Transfer,
-    pub(super) steps_in_flight: u32,
+    /// Prompt and generated tokens.
+    context: Vec<TokenId>,
     pages: SequencePages,
-    /// Positions planned so far.
+    /// Positions that were cached.
+    reused: u32,
+    /// Positions planned so far, those that were cached counted in.
     planned: u32,
+    /// Where the chunks end that are planned and not complete, oldest first.
+    in_flight: VecDeque<u32>,
+    /// Page ends behind what is computed where others may want to go on, ascending.
+    boundaries: Vec<u32>,
     publish_kv: bool,
 }
 
 impl Prompt {
-    pub(super) fn new(request: PrefillRequest, slot: SlotId, pages: SequencePages, max_context_tokens: u32) -> Self {
+    pub(super) fn new(request: PrefillRequest, slot: SlotId, start: Start, max_context_tokens: u32) -> Self {
+        let Start { pages, reused_tokens, boundaries } = start;
         let PrefillRequest { ticket, sequence, deadline } = request;
         // Nothing is sent for a sequence that ends with its first token, if that is known beforehand.
         let publish_kv = !sequence.is_last_index(sequence.next_index(), max_context_tokens);
         Self {
             ticket,
             slot,
+            context: sequence.context(),
             spec: sequence,
             deadline,
             progress: Progress::Computing,
             transfer: Transfer::Closed,
-            steps_in_flight: 0,
             pages,
-            planned: 0,
+            reused: reused_tokens,
+            planned: reused_tokens,
+            in_flight: VecDeque::new(),
+            boundaries,
             publish_kv,
         }
     }
@@ -71,30 +83,58 @@ impl Prompt {
     }
 
     pub(super) fn tokens_left(&self) -> u32 {
-        self.spec.context_tokens() - self.planned
+        self.context.len() as u32 - self.planned
     }
 
     /// Whether the steps that are complete have computed the whole context.
     pub(super) fn is_computed(&self) -> bool {
-        self.tokens_left() == 0 && self.steps_in_flight == 0
+        self.tokens_left() == 0 && self.in_flight.is_empty()
     }
 
     /// Whether a plan has bound the slot.
     pub(super) fn is_bound(&self) -> bool {
-        self.planned > 0
+        self.planned > self.reused
+    }
+
+    /// Prompt tokens that were cached.
+    pub(super) fn cached_tokens(&self) -> u32 {
+        self.reused.min(self.spec.prompt.len() as u32)
+    }
+
+    /// Whether the next chunk must wait for the one before it: that passes a boundary, and the next takes pages of its window away.
+    pub(super) fn awaits_boundary(&self) -> bool {
+        self.boundaries.first().is_some_and(|at| *at < self.planned)
+    }
+
+    /// The oldest chunk is computed; yields where it ends.
+    pub(super) fn chunk_done(&mut self) -> u32 {
+        self.in_flight.pop_front().expect("a step of this prompt was in flight")
+    }
+
+    /// Leaves what is computed, up to position `computed`, to prompts that begin alike. Also of a prompt that was given up: what is complete is
+    /// right.
+    pub(super) fn keep(&mut self, computed: u32, cache: &mut PrefixCache) {
+        let goes_on = self.has_chunks_left();
+        let prompt_tokens = self.spec.prompt.len() as u32;
+        let context = Context { salt: &self.spec.cache_salt, tokens: &self.context, prompt_tokens };
+        cache.keep(context, &mut self.pages, computed);
+        let passed = self.boundaries.partition_point(|at| *at <= computed);
+        for at in self.boundaries.drain(..passed) {
+            cache.keep_boundary(context, &mut self.pages, at, goes_on);
+        }
     }
 
     /// Whether somebody may still read the pages, or will.
     pub(super) fn is_pinned(&self) -> bool {
-        self.progress != Progress::Ended || self.transfer == Transfer::Open || self.steps_in_flight > 0
+        self.progress != Progress::Ended || self.transfer == Transfer::Open || !self.in_flight.is_empty()
     }
 
     /// Completes `plan` with the next chunk's row, which exists.
     pub(super) fn next_chunk(&mut self, mut plan: StepPlan, chunk_tokens: u32) -> PrefillStep {
-        let context_tokens = self.spec.context_tokens();
         let positions = self.planned..self.planned + chunk_tokens.min(self.tokens_left());
-        let last = positions.end == context_tokens;
-        if !self.is_bound() {
+        let last = positions.end == self.context.len() as u32;
+        let is_first = !self.is_bound();
+        if is_first {
             plan.bind.push(SlotBinding {
                 slot: self.slot,
                 sampling: self.spec.sampling.clone(),
@@ -115,7 +155,7 @@ impl Prompt {
         plan.rows.push(StepRow {
             slot: self.slot,
             position: positions.start,
-            tokens: RowTokens::Known(self.spec.context(positions.clone())),
+            tokens: RowTokens::Known(self.context[positions.start as usize..positions.end as usize].to_vec()),
             output: if last { RowOutputKind::Sample } else { RowOutputKind::None },
             publish_kv: self.publish_kv,
             mask: mask.as_ref().map(|promise| Arc::clone(promise.pending())),
@@ -124,8 +164,9 @@ impl Prompt {
             self.transfer = Transfer::Open;
         }
         self.planned = positions.end;
-        self.steps_in_flight += 1;
-        let tables = self.pages.tables();
-        PrefillStep { ticket: self.ticket, plan, positions, last, publish_kv: self.publish_kv, tables, mask }
+        self.in_flight.push_back(positions.end);
+        let cached = if is_first { 0..self.reused } else { 0..0 };
+        let (ticket, publish_kv, tables) = (self.ticket, self.publish_kv, self.pages.tables());
+        PrefillStep { ticket, plan, cached, positions, last, publish_kv, tables, mask }
     }
 }

@@ -7,6 +7,7 @@ mod decode_rig;
 mod paged_engine;
 mod prefill_edges;
 mod prefill_random;
+mod prefill_reuse;
 mod prefill_rig;
 
 use std::sync::Arc;
@@ -45,6 +46,7 @@ fn spec(salt: u32, prompt_tokens: u32, max_tokens: u32) -> SequenceSpec {
         stop_token_ids: [7].into(),
         max_tokens,
         constraint: None,
+        cache_salt: None,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Random interleavings of everything that can happen to a prefill worker.
+//! Random interleavings of everything that can happen to a prefill worker, with prompts that often begin alike.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::{endless, reference, spec, ticket};
 
 #[derive(Debug, Clone)]
 enum Event {
-    Submit { prompt_tokens: u32, max_tokens: u32, resumed: u32, stops: bool },
+    Submit { like: u32, common_tokens: u32, prompt_tokens: u32, max_tokens: u32, resumed: u32, stops: bool },
     Plan,
     Complete,
     Deliver(Index),
@@ -24,11 +24,13 @@ enum Event {
 
 fn event() -> impl Strategy<Value = Event> {
     let prompt_tokens = prop_oneof![Just(1u32), Just(127), Just(128), Just(129), 1..400u32];
-    let submit =
-        (prompt_tokens, 1..30u32, 0..20u32, any::<bool>()).prop_map(|(prompt_tokens, max_tokens, resumed, stops)| {
-            let resumed = resumed.min(max_tokens - 1);
-            Event::Submit { prompt_tokens, max_tokens, resumed, stops }
-        });
+    let common_tokens = prop_oneof![Just(0u32), Just(16), Just(128), Just(129), 1..400u32];
+    let (beginning, end) = ((0..2u32, common_tokens), (1..30u32, 0..20u32, any::<bool>()));
+    let submit = (beginning, prompt_tokens, end).prop_map(|((like, common_tokens), prompt_tokens, end)| {
+        let (max_tokens, resumed, stops) = end;
+        let resumed = resumed.min(max_tokens - 1);
+        Event::Submit { like, common_tokens, prompt_tokens, max_tokens, resumed, stops }
+    });
     prop_oneof![
         4 => submit,
         10 => Just(Event::Plan),
@@ -47,9 +49,11 @@ fn pick(tickets: &[TicketId], pick: Index) -> Option<TicketId> {
 
 fn apply(rig: &mut PrefillRig, event: Event) {
     match event {
-        Event::Submit { prompt_tokens, max_tokens, resumed, stops } => {
+        Event::Submit { like, common_tokens, prompt_tokens, max_tokens, resumed, stops } => {
             let id = rig.records.len() as u32 + 1;
             let mut spec = if stops { spec } else { endless }(id, prompt_tokens, max_tokens);
+            let common = endless(1_000 + like, common_tokens, 1).prompt;
+            spec.prompt = common.iter().chain(&*spec.prompt).copied().collect();
             let (output, _) = reference(&spec, MAX_CONTEXT);
             spec.generated = output[..(resumed as usize).min(output.len() - 1)].to_vec();
             // A refusal is an answer too: the queue is short on purpose.
@@ -92,7 +96,7 @@ fn apply(rig: &mut PrefillRig, event: Event) {
     }
     let counts = rig.scheduler.counts();
     for pool in [counts.full, counts.window] {
-        assert_eq!(pool.free + pool.reserved + pool.live, pool.total, "{pool:?}");
+        assert_eq!(pool.free + pool.reserved + pool.live + pool.cached, pool.total, "{pool:?}");
     }
 }
 

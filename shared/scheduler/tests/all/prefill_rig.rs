@@ -1,6 +1,7 @@
 //! A prefill scheduler, an engine and a transport that reads pages as late as it may.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use kv::{KvSlice, PageMap, PageTables};
@@ -24,6 +25,7 @@ pub(crate) fn config(max_prompts: u32, chunk_tokens: u32, lookahead: bool) -> Pr
         full_pages: 75 * max_prompts,
         window_pages: 75 * max_prompts,
         lookahead,
+        prefix_reuse: true,
         remembered_tickets: 1000,
     }
 }
@@ -32,6 +34,7 @@ pub(crate) fn config(max_prompts: u32, chunk_tokens: u32, lookahead: bool) -> Pr
 #[derive(Default)]
 pub(crate) struct Record {
     pub(crate) first_token: Option<TokenId>,
+    pub(crate) cached_tokens: u32,
     pub(crate) finish: Option<FinishReason>,
     pub(crate) outcome: Option<PrefillOutcome>,
 }
@@ -71,12 +74,12 @@ impl PrefillRig {
         let result = call(&mut self.scheduler, &mut out);
         for action in out {
             match action {
-                PrefillAction::FirstToken { ticket, index, token, finish } => {
+                PrefillAction::FirstToken { ticket, index, token, cached_tokens, finish } => {
                     let record = self.records.get_mut(&ticket).expect("only submitted tickets have tokens");
                     assert!(record.outcome.is_none(), "{ticket}: a token after the end");
                     assert_eq!(index as usize, self.specs[&ticket].generated.len());
                     assert_eq!(record.first_token.replace(token.token), None, "{ticket}: one first token");
-                    record.finish = finish;
+                    (record.finish, record.cached_tokens) = (finish, cached_tokens);
                 }
                 PrefillAction::AbortTransfer { ticket } => {
                     assert!(self.records[&ticket].outcome.is_some(), "an abort follows the end");
@@ -102,11 +105,16 @@ impl PrefillRig {
     pub(crate) fn plan(&mut self) -> bool {
         let Some(step) = self.scheduler.plan() else { return false };
         assert_eq!(step.plan.rows.len(), 1, "one prompt at a time");
-        if step.positions.start == 0 {
+        if !step.plan.bind.is_empty() {
             self.began.push(step.ticket);
         }
+        assert!(
+            step.cached.is_empty() || step.cached == (0..step.positions.start),
+            "the first chunk goes on behind them"
+        );
         if step.publish_kv {
             self.outbox.entry(step.ticket).or_default();
+            self.publish(&step, step.cached.clone());
         }
         self.steps.push_back(step);
         true
@@ -119,16 +127,20 @@ impl PrefillRig {
     pub(crate) fn complete(&mut self) -> bool {
         let Some(step) = self.steps.pop_front() else { return false };
         let output = self.engine.execute(&step.plan);
+        self.publish(&step, step.positions.clone());
+        self.act(|scheduler, out| scheduler.complete(output, out)).expect("the output is the plan's");
+        true
+    }
+
+    /// A transfer that was aborted takes nothing more.
+    fn publish(&mut self, step: &PrefillStep, positions: Range<u32>) {
         let map = self.map(step.ticket);
-        // A transfer that was aborted takes nothing more.
         if let Some(outbox) = self.outbox.get_mut(&step.ticket) {
             for (rank, layers) in [(0, 0..2), (1, 0..2), (0, 2..4), (1, 2..4)] {
-                let ready = map.ready_slices(rank, layers, step.positions.clone());
+                let ready = map.ready_slices(rank, layers, positions.clone());
                 outbox.extend(ready.map(|slice| (step.tables.clone(), slice)));
             }
         }
-        self.act(|scheduler, out| scheduler.complete(output, out)).expect("the output is the plan's");
-        true
     }
 
     /// Steps until nothing more can be planned.
@@ -194,8 +206,10 @@ impl PrefillRig {
         assert_eq!(self.records[&ticket].first_token, Some(tokens[0]), "{ticket}");
     }
 
+    /// Whether nothing is left but pages that are kept for others.
     pub(crate) fn all_free(&self) -> bool {
         let counts = self.scheduler.counts();
-        self.scheduler.is_idle() && [counts.full, counts.window].iter().all(|pool| pool.free == pool.total)
+        self.scheduler.is_idle()
+            && [counts.full, counts.window].iter().all(|pool| pool.free + pool.cached == pool.total)
     }
 }

@@ -64,13 +64,13 @@ impl HostTicket {
         bytes.div_ceil(self.lane.rooms.len()) as u32
     }
 
-    /// Whether the ticket may wait for `bytes` more: it is not over, and the lane could ever hold them.
+    /// Whether the ticket may wait for `bytes` more: it is not over, and the lane could ever hold them. What the ticket has set aside itself
+    /// does not count: it is handed over meanwhile, and leaves.
     fn check_room(&self, bytes: usize) -> Result<(), TransferError> {
         if let Some(error) = self.ended() {
             return Err(error);
         }
-        let held: usize = self.reserved().iter().map(OwnedSemaphorePermit::num_permits).sum();
-        let room = (self.lane.config.in_flight_bytes_max as usize).saturating_sub(held);
+        let room = self.lane.config.in_flight_bytes_max as usize;
         if bytes > room {
             return Err(TransferError::NoRoom { ticket: self.id, bytes, room });
         }

@@ -341,6 +341,7 @@ async fn bytes_in_flight_are_bounded(factory: Factory) {
     assert_eq!(ticket.try_reserve(4 * part_bytes), Ok(false), "the lane has room for 8 parts");
     other.abort(AbortReason::Cancelled).await.unwrap();
     assert_eq!(ticket.try_reserve(4 * part_bytes), Ok(true), "an aborted ticket gives its room back");
+    assert_eq!(ticket.try_reserve(5 * part_bytes), Ok(false), "there will be room when these have left");
     (0..4).for_each(|head| world.hand_over(&*ticket, &[part(1, 0, head)]).unwrap());
     // Two, since the decorator may hold the first one back.
     let unreserved = (0..2).map(|head| world.hand_over(&*ticket, &[part(1, 0, head)])).find_map(Result::err);

@@ -153,9 +153,9 @@ impl TryFrom<pb::Load> for Load {
 
 impl From<PagePoolLoad> for pb::PagePoolLoad {
     fn from(load: PagePoolLoad) -> Self {
-        let PagePoolLoad { dp_group, group, total, free, reserved, landing, live, quarantined } = load;
+        let PagePoolLoad { dp_group, group, total, free, reserved, landing, live, cached, quarantined } = load;
         let group = group.name().to_owned();
-        Self { group, total, free, reserved, landing, live, quarantined, dp_group: dp_group.0 }
+        Self { group, total, free, reserved, landing, live, cached, quarantined, dp_group: dp_group.0 }
     }
 }
 
@@ -163,9 +163,9 @@ impl TryFrom<pb::PagePoolLoad> for PagePoolLoad {
     type Error = InvalidMessage;
 
     fn try_from(message: pb::PagePoolLoad) -> Result<Self> {
-        let pb::PagePoolLoad { group, total, free, reserved, landing, live, quarantined, dp_group } = message;
+        let pb::PagePoolLoad { group, total, free, reserved, landing, live, cached, quarantined, dp_group } = message;
         let (dp_group, group) = (DpGroup(dp_group), page_group(&group)?);
-        Ok(Self { dp_group, group, total, free, reserved, landing, live, quarantined })
+        Ok(Self { dp_group, group, total, free, reserved, landing, live, cached, quarantined })
     }
 }
 

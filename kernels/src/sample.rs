@@ -61,7 +61,7 @@ impl Default for SampleRow {
 pub enum SampleStatus {
     /// A token was drawn.
     Drawn = 0,
-    /// The logits hold a NaN; the token is 0 and means nothing.
+    /// The logits hold a NaN or plus infinity; the token is 0 and means nothing.
     NotANumber = 1,
     /// Masks and infinities leave no token; the token is 0 and means nothing.
     NothingAllowed = 2,

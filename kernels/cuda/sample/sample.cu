@@ -9,8 +9,11 @@
 // histogram passes of 10 bits each. Where top-k or top-p leaves few tokens, one pass finds them, and block 0 sorts them and goes on
 // alone. Without top-k and top-p the running sum follows the ids, in one pass.
 //
-// A row whose logits hold a NaN, or of which nothing is allowed, reports it in `status`; its token is 0.
+// A row whose logits are not all numbers below infinity, or of which nothing is allowed, reports it in `status`; its token is 0. Of all
+// others the greatest logit is finite, so it has rank 0 and the greatest weight, and a token is found whatever the rest is.
 // Shared memory: a slice of logits (100 KB for 201088 tokens) and a histogram of 12 KB.
+#include <cfloat>
+
 #include "../ptx/block_reduce.cuh"
 #include "philox.cuh"
 
@@ -37,7 +40,7 @@ struct SampleArgs {
     const float* logits;          // [rows, vocab]
     const SampleRow* rows;
     int32_t* token;               // [rows]
-    uint32_t* status;             // [rows]: 0 sampled, 1 a NaN, 2 nothing allowed
+    uint32_t* status;             // [rows]: 0 sampled, 1 a NaN or +inf, 2 nothing allowed
     float* logprob;               // [rows]
     int32_t* top_token;           // [rows, 20]
     float* top_logprob;           // [rows, 20]
@@ -100,16 +103,16 @@ class Row {
 
     __device__ void run() {
         const SampleRow params = args_.rows[row_];
-        bool is_nan = false;
+        bool is_broken = false;  // a NaN, or +inf, beside which no weight is a number
         const float* source = args_.logits + static_cast<int64_t>(row_) * args_.vocab + first_;
 #pragma unroll 8
         for (int i = threadIdx.x; i < count_; i += THREADS) {
             const float logit = source[i];
             logits_[i] = logit;
-            is_nan |= isnan(logit);
+            is_broken |= !(logit < INFINITY);
         }
         __syncthreads();
-        if (reduce<true>(is_nan) != 0) return fail(1);
+        if (reduce<true>(is_broken) != 0) return fail(1);
 
         float log_sum = 0.0f;
         if (params.logprobs >= 0) log_sum = report_top(params.logprobs);
@@ -117,6 +120,7 @@ class Row {
         const uint64_t best = reduce<true>(best_key(EVERYTHING));
         top_ = key_logit(best);
         if (best == 0 || top_ == -INFINITY) return fail(2);
+        if (!(top_ < INFINITY)) return fail(1);  // by a penalty
         int token = key_id(best);
         if (params.temperature > 0.0f) token = draw(params);
         if (rank_ != 0 || threadIdx.x != 0) return;
@@ -212,7 +216,8 @@ class Row {
 
     // From here on the slice holds ranks in place of logits.
     __device__ int draw(const SampleRow& params) {
-        const float inverse_temperature = 1.0f / params.temperature;
+        // Of a subnormal temperature the inverse would be infinite, and the greatest logit's distance, 0 times it, no number.
+        const float inverse_temperature = fminf(1.0f / params.temperature, FLT_MAX);
         for (int i = threadIdx.x; i < count_; i += THREADS) {
             const float distance = (top_ - logits_[i]) * inverse_temperature;
             const bool never = !(distance < MAX_DISTANCE);

@@ -202,7 +202,7 @@ impl Drop for EngineGroup {
 fn fill_in(whole: &mut StepOutput, part: StepOutput) {
     assert_eq!((whole.step, whole.rows.len()), (part.step, part.rows.len()), "all ranks run the same plans");
     for (row, computed) in whole.rows.iter_mut().zip(part.rows) {
-        if computed.sampled.is_some() || !computed.logits.is_empty() {
+        if computed.sampled.is_some() || computed.failure.is_some() || !computed.logits.is_empty() {
             *row = computed;
         }
     }

@@ -20,7 +20,8 @@ pub use config::PrefillConfig;
 use crate::config::InvalidConfig;
 use crate::in_flight::{StepMismatch, StepsInFlight};
 use crate::mask::MaskPromise;
-use crate::plan::{StepOutput, StepPlan};
+use crate::numbers::NumberWatch;
+use crate::plan::{RowFailure, StepOutput, StepPlan};
 use crate::recent::RecentTickets;
 use crate::sequence::SequenceSpec;
 use crate::ticket::AbortReason;
@@ -197,6 +198,7 @@ pub struct PrefillScheduler {
     prompts: Vec<Prompt>,
     recent: RecentTickets<PrefillOutcome>,
     in_flight: StepsInFlight,
+    numbers: NumberWatch,
     /// Slots that the next plan ends.
     unbind: Vec<SlotId>,
     draining: bool,
@@ -218,6 +220,7 @@ impl PrefillScheduler {
             prompts: Vec::new(),
             recent: RecentTickets::new(config.remembered_tickets as usize),
             in_flight: StepsInFlight::new(config.lookahead),
+            numbers: NumberWatch::default(),
             unbind: Vec::new(),
             draining: false,
             config,
@@ -284,7 +287,8 @@ impl PrefillScheduler {
     /// Takes in what the oldest step in flight yielded: a [`PrefillAction::FirstToken`] if it was a last chunk.
     ///
     /// # Errors
-    /// [`StepMismatch`] when the output is not that of the oldest step in flight: the engine is broken.
+    /// [`StepMismatch`] when the output is not that of the oldest step in flight, or when no prompt has logits that are numbers: the engine is
+    /// broken.
     pub fn complete(&mut self, output: StepOutput, out: &mut Vec<PrefillAction>) -> Result<(), StepMismatch> {
         let step = output.step;
         for (ticket, row) in self.in_flight.pop(output)? {
@@ -292,12 +296,18 @@ impl PrefillScheduler {
             prompt.steps_in_flight -= 1;
             if prompt.is_computed() && prompt.progress == Progress::Computing {
                 let Some(token) = row.sampled else {
+                    if row.failure == Some(RowFailure::NotANumber) {
+                        self.end(ticket, PrefillOutcome::Aborted(AbortReason::NotANumber), out);
+                        self.numbers.broken_step(step, 1)?;
+                        continue;
+                    }
                     if prompt.spec.constraint.is_none() {
                         return Err(StepMismatch::NoToken { step, slot: row.slot.0 });
                     }
                     self.end(ticket, PrefillOutcome::Aborted(AbortReason::ConstraintFailed), out);
                     continue;
                 };
+                self.numbers.sound_row();
                 let index = prompt.spec.next_index();
                 let finish = prompt.spec.finish_reason(index, token.token, self.config.max_context_tokens);
                 prompt.progress = Progress::Sending;

@@ -163,7 +163,7 @@ impl Engine for Half {
         let rows = plan.rows.iter().map(|row| {
             // Every rank has something to say, but only two of them are asked.
             let logits = if row.slot.0 / 2 == self.rank / 2 { vec![self.rank as f32] } else { Vec::new() };
-            RowOutput { slot: row.slot, sampled: None, logits }
+            RowOutput { slot: row.slot, sampled: None, failure: None, logits }
         });
         Ok(StepOutput { step: plan.step, rows: rows.collect() })
     }

@@ -133,8 +133,9 @@ impl DecodeAttention<'_> {
             resident(self.cache.format) * kernels.multiprocessors as usize,
             self.cache.format,
         );
-        check.room("partials", batch * kv_heads * splits * GROUP * PART, self.workspace.partials.len())?;
-        check.room("counters", batch * kv_heads, self.workspace.counters.len())?;
+        let [partials, counters] = scratch(batch * kv_heads, splits);
+        check.room("partials", partials, self.workspace.partials.len())?;
+        check.room("counters", counters, self.workspace.counters.len())?;
         let args = Args {
             cache: self.cache.tensor_map(stream, TILE_TOKENS)?,
             q: stream.input(&self.q),
@@ -178,9 +179,34 @@ fn splits(keys: usize, pairs: usize, blocks: usize, format: KvFormat) -> usize {
     resident.min(longest).min(MAX_SPLITS)
 }
 
+/// Partial sums and counters that `pairs` pairs of sequence and KV head take in the workspace: the only part of a context is written as it is.
+const fn scratch(pairs: usize, splits: usize) -> [usize; 2] {
+    if splits > 1 { [pairs * splits * GROUP * PART, pairs] } else { [0, 0] }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::workspace::{COUNTERS, PARTIALS};
+
+    /// As many sequences as a worker may have, one KV head a rank or all: a graph is recorded for each number at start.
+    #[test]
+    fn any_number_of_sequences_fits_the_workspace() {
+        for format in [KvFormat::Bf16, KvFormat::E4M3] {
+            for kv_heads in [1, 2, 4, 8] {
+                for batch in (1..=64).chain([128, 256, 512, 1024, 4096]) {
+                    for keys in [128, 1024, 8192, 131_072] {
+                        let pairs = batch * kv_heads;
+                        let splits = splits(keys, pairs, resident(format) * 132, format);
+                        let [partials, counters] = scratch(pairs, splits);
+                        let case = format!("{format:?}, {batch} x {kv_heads}, {keys} keys, {splits} splits");
+                        assert!(partials <= PARTIALS && counters <= COUNTERS, "{case}: {partials}");
+                    }
+                }
+            }
+        }
+        assert_eq!(scratch(16, 64), [16 * 64 * 8 * 68, 16]);
+    }
 
     #[test]
     fn few_sequences_are_split_and_many_are_not() {

@@ -135,6 +135,7 @@ impl CudaRank {
                 max_step_tokens: tokens,
                 vocab_size: config.vocab_size,
                 window: config.window,
+                max_context,
             },
             cache: RankCache::new(&stream, config, &plan, options, loaded.filler)?,
             acts,

@@ -43,8 +43,10 @@ fn compare(name: &str, sampling: Sampling) {
                 println!("{name}: seed {seed}: {} where the cpu draws {}", got.token, want.token);
             }
             assert_eq!(got.top.len(), want.top.len(), "{name}");
+            // Both sort the same logits, the lower id first among equals.
             for (got, want) in got.top.iter().zip(&want.top) {
-                assert!((got.logprob - want.logprob).abs() < 1e-4, "{name}: {got:?}, want {want:?}");
+                let near = (got.logprob - want.logprob).abs() < 1e-4;
+                assert!(got.token == want.token && near, "{name}: {got:?}, want {want:?}");
             }
             if got.token != want.token {
                 break; // from here on the two have other histories

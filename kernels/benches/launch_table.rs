@@ -5,14 +5,11 @@
 //! `TileGemm`, 128 rows by 128 columns, k whole.
 
 use half::bf16;
-use kernels::{Dispatch, GatherRows, Grouped, Output, PackedWeights, Routing, SkinnyGemm, TileGemm, Workspace};
+use kernels::{GatherRows, Grouped, Output, PackedWeights, SkinnyGemm, TileGemm, Workspace};
 
+use crate::experts::{HIDDEN, TOP, pack, pack_experts, routed, routed_to};
 use crate::harness::Bench;
-use crate::skinny_gemm::{pack, pack_experts};
-use crate::token_wise::picks;
 
-const HIDDEN: usize = 2880;
-const TOP: usize = 4;
 const GENERIC_TILE: usize = 128;
 const SKINNY_COLUMNS: usize = 16;
 /// As in `engine::cuda::products`: slots of a tile, and the tokens an expert up to which each is taken.
@@ -74,7 +71,7 @@ fn dense(bench: &Bench, name: &str, weights: &[PackedWeights], columns: usize) {
         }
     });
     // One expert that every token visits: the grouped kernel takes its tile from the routing and never splits k.
-    let routing = dispatched(bench, columns, 1, 1, GENERIC_TILE);
+    let routing = routed_to(bench, &bench.zeros(columns), 1, 1, GENERIC_TILE).routing;
     let generic = bench.time(launches, |i| {
         TileGemm {
             weights: &weights[i % weights.len()],
@@ -90,16 +87,6 @@ fn dense(bench: &Bench, name: &str, weights: &[PackedWeights], columns: usize) {
     row(name, &weights[0], columns, kernel, [chosen, generic]);
 }
 
-/// A routing of random picks.
-fn dispatched(bench: &Bench, tokens: usize, top: usize, num_experts: usize, tile_slots: usize) -> Routing {
-    let mut routing = Routing::new(&bench.stream, tokens, top, num_experts, tile_slots).unwrap();
-    let experts = if num_experts == 1 { bench.zeros(tokens) } else { picks(bench, tokens, num_experts, 0) };
-    Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
-        .enqueue(&bench.kernels, &bench.stream)
-        .unwrap();
-    routing
-}
-
 /// The first product of an expert takes tokens and gathers, which the chosen kernel does itself or through `GatherRows`: that is
 /// part of the time. The second one's rows lie in the order of slots.
 fn experts(bench: &Bench, name: &str, weights: &PackedWeights, num_experts: usize, tokens: usize) {
@@ -112,7 +99,7 @@ fn experts(bench: &Bench, name: &str, weights: &PackedWeights, num_experts: usiz
     let mut workspace = Workspace::new(&bench.stream).unwrap();
     let tile = TILE_BORDERS.iter().position(|border| slots <= border * num_experts).unwrap_or(TILE_BORDERS.len());
     let mut time = |tile_slots: usize| {
-        let routing = dispatched(bench, tokens, TOP, num_experts, tile_slots);
+        let routing = routed(bench, tokens, num_experts, tile_slots, 0).routing;
         bench.time(4, |_| {
             let output = out.view_mut();
             let out = if is_first { Output::SwiGlu(output) } else { Output::Bf16(output) };

@@ -15,6 +15,7 @@
 
 mod all_gather;
 mod all_reduce;
+pub mod choice;
 mod combine;
 mod decode_attention;
 mod dispatch;

@@ -1,6 +1,6 @@
 //! All-gather of columns: every rank gets the matrix of which each holds some columns.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, PeerBuffer, Stream, View};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, PeerBuffer, Stream, View};
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
@@ -23,28 +23,26 @@ pub struct AllGather<'a> {
     pub pitch: usize,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    part: DevicePtr<f32>,
-    outs: [u64; MAX_RANKS],
-    flags: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    rank: i32,
-    ranks: i32,
-    rows: i32,
-    cols: i32,
-    first: i32,
-    pitch: i32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = AllGatherArgs in "all_gather/all_gather.cu" {
+        part: DevicePtr<f32>,
+        outs: [u64; MAX_RANKS],
+        flags: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        rank: i32,
+        ranks: i32,
+        rows: i32,
+        cols: i32,
+        first: i32,
+        pitch: i32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 192);
-// SAFETY: the layout of `AllGatherArgs` in all_gather.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl AllGather<'_> {
     /// Into each rank's `gathered`. Returns once enqueued. What lies in a rank's `gathered` is overwritten only when that rank's

@@ -1,6 +1,6 @@
 //! All-reduce over the GPUs of a group, fused with what lies before and behind it.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -74,34 +74,32 @@ pub struct AllReduce<'a> {
     pub exchange: Exchange,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    inboxes: [u64; MAX_RANKS],
-    flags: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    values: DevicePtr<bf16>,
-    y: DevicePtr<bf16>,
-    weight: DevicePtr<f32>,
-    slot: DevicePtr<i32>,
-    residual: DevicePtrMut<bf16>,
-    norm_weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    rank: i32,
-    tokens: i32,
-    room: i32,
-    hidden: i32,
-    top: i32,
-    eps: f32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = AllReduceArgs in "all_reduce/all_reduce.cu" {
+        inboxes: [u64; MAX_RANKS],
+        flags: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        values: DevicePtr<bf16>,
+        y: DevicePtr<bf16>,
+        weight: DevicePtr<f32>,
+        slot: DevicePtr<i32>,
+        residual: DevicePtrMut<bf16>,
+        norm_weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        rank: i32,
+        tokens: i32,
+        room: i32,
+        hidden: i32,
+        top: i32,
+        eps: f32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 240);
-// SAFETY: the layout of `AllReduceArgs` in all_reduce.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels for 2, 4 and 8 ranks.
 #[derive(Debug)]

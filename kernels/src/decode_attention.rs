@@ -1,6 +1,6 @@
 //! Attention of one new token a sequence over its pages.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, TensorMap, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, TensorMap, View, ViewMut};
 use half::bf16;
 
 use crate::error::{Checker, Result, int};
@@ -74,32 +74,30 @@ impl Variants {
     }
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    cache: TensorMap,
-    q: DevicePtr<bf16>,
-    sinks: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    context: DevicePtr<i32>,
-    sequence: DevicePtr<i32>,
-    page_table: DevicePtr<i32>,
-    first_page: DevicePtr<i32>,
-    partials: DevicePtrMut<f32>,
-    counters: DevicePtrMut<u32>,
-    page_rows: i32,
-    layer_row: i32,
-    table_width: i32,
-    page_tokens: i32,
-    q_heads: i32,
-    kv_heads: i32,
-    window: i32,
-    padding: i32,
+kernel_args! {
+    struct Args = DecodeAttentionArgs in "decode_attention/decode_attention.cu" {
+        cache: TensorMap,
+        q: DevicePtr<bf16>,
+        sinks: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        context: DevicePtr<i32>,
+        sequence: DevicePtr<i32>,
+        page_table: DevicePtr<i32>,
+        first_page: DevicePtr<i32>,
+        partials: DevicePtrMut<f32>,
+        counters: DevicePtrMut<u32>,
+        page_rows: i32,
+        layer_row: i32,
+        table_width: i32,
+        page_tokens: i32,
+        q_heads: i32,
+        kv_heads: i32,
+        window: i32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 256);
-// SAFETY: the layout of `DecodeAttentionArgs` in decode_attention.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl DecodeAttention<'_> {
     /// Returns once enqueued. Contexts lie within the pages of their sequence.

@@ -1,6 +1,6 @@
 //! The tokens of all attention groups, on every rank.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -28,30 +28,28 @@ pub struct GatherTokens<'a> {
     pub groups: &'a mut AttentionGroups,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    inboxes: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    values: DevicePtr<bf16>,
-    residual: DevicePtrMut<bf16>,
-    norm_weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    starts: [i32; MAX_RANKS + 1],
-    group: i32,
-    groups: i32,
-    room: i32,
-    hidden: i32,
-    eps: f32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = GatherTokensArgs in "gather_tokens/gather_tokens.cu" {
+        inboxes: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        values: DevicePtr<bf16>,
+        residual: DevicePtrMut<bf16>,
+        norm_weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        starts: [i32; MAX_RANKS + 1],
+        group: i32,
+        groups: i32,
+        room: i32,
+        hidden: i32,
+        eps: f32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 184);
-// SAFETY: the layout of `GatherTokensArgs` in gather_tokens.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl GatherTokens<'_> {
     /// Returns once enqueued.

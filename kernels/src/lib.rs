@@ -13,6 +13,9 @@
 //! the tensor cores busy in prefill, and [`Fp8Gemm`], which does so with both operands in FP8.
 #![allow(unsafe_code)] // this crate launches kernels: each launch says why its arguments are right
 
+#[macro_use]
+mod abi;
+
 mod all_gather;
 mod all_reduce;
 pub mod choice;

@@ -1,6 +1,6 @@
 //! Weight matrices in the order in which tensor cores take them.
 
-use device::{DeviceBuffer, DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Stream, View};
+use device::{DeviceBuffer, DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Stream, View};
 use half::bf16;
 
 use crate::Kernels;
@@ -109,23 +109,21 @@ impl PackedWeights {
     }
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    values: DevicePtr<u8>,
-    scales: DevicePtr<u8>,
-    out: DevicePtrMut<u8>,
-    refused: DevicePtrMut<u32>,
-    words: u64,
-    rows: i32,
-    k: i32,
-    tiles: i32,
-    interleave: i32,
+kernel_args! {
+    struct Args = PackArgs in "pack_weights/pack_weights.cu" {
+        values: DevicePtr<u8>,
+        scales: DevicePtr<u8>,
+        out: DevicePtrMut<u8>,
+        refused: DevicePtrMut<u32>,
+        words: u64,
+        rows: i32,
+        k: i32,
+        tiles: i32,
+        interleave: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 56);
-// SAFETY: the layout of `PackArgs` in pack_weights.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Packs bf16 matrices `[matrices, rows, k]`, row-major, and waits, since kernels read weights before their predecessor has ended.
 /// With `interleaved`, rows are gate and up in turn and the matrix can feed SwiGLU.

@@ -1,6 +1,6 @@
 //! Sum of experts over all ranks, on the ranks whose tokens they are.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -34,34 +34,32 @@ pub struct ReduceScatter<'a> {
     pub groups: &'a mut AttentionGroups,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    inboxes: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    y: DevicePtr<bf16>,
-    weight: DevicePtr<f32>,
-    slot: DevicePtr<i32>,
-    residual: DevicePtrMut<bf16>,
-    norm_weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    starts: [i32; MAX_RANKS + 1],
-    groups: i32,
-    group_ranks: i32,
-    rank: i32,
-    room: i32,
-    hidden: i32,
-    top: i32,
-    eps: f32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = ReduceScatterArgs in "reduce_scatter/reduce_scatter.cu" {
+        inboxes: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        y: DevicePtr<bf16>,
+        weight: DevicePtr<f32>,
+        slot: DevicePtr<i32>,
+        residual: DevicePtrMut<bf16>,
+        norm_weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        starts: [i32; MAX_RANKS + 1],
+        groups: i32,
+        group_ranks: i32,
+        rank: i32,
+        room: i32,
+        hidden: i32,
+        top: i32,
+        eps: f32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 208);
-// SAFETY: the layout of `ReduceScatterArgs` in reduce_scatter.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels for 2, 4 and 8 ranks.
 #[derive(Debug)]

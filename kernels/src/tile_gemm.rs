@@ -1,6 +1,6 @@
 //! Matrix products with many columns, on the tensor cores: prefill, and decode of large batches.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, Swizzle, TensorMap, View};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, Swizzle, TensorMap, View};
 use half::bf16;
 
 use crate::error::{Checker, KernelError, Result, int};
@@ -45,30 +45,28 @@ pub struct TileGemm<'a> {
     pub workspace: &'a mut Workspace,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    x: TensorMap,
-    weights: DevicePtr<u8>,
-    scales: DevicePtr<f32>,
-    bias: DevicePtr<bf16>,
-    out: u64,
-    tiles: DevicePtr<[i32; 4]>,
-    num_tiles: DevicePtr<i32>,
-    partials: DevicePtrMut<f32>,
-    counters: DevicePtrMut<u32>,
-    expert_bytes: u64,
-    columns: i32,
-    strips: i32,
-    row_blocks: i32,
-    steps: i32,
-    splits: i32,
-    stages: i32,
+kernel_args! {
+    struct Args = TileArgs in "tile_gemm/tile_gemm.cu" {
+        x: TensorMap,
+        weights: DevicePtr<u8>,
+        scales: DevicePtr<f32>,
+        bias: DevicePtr<bf16>,
+        out: u64,
+        tiles: DevicePtr<[i32; 4]>,
+        num_tiles: DevicePtr<i32>,
+        partials: DevicePtrMut<f32>,
+        counters: DevicePtrMut<u32>,
+        expert_bytes: u64,
+        columns: i32,
+        strips: i32,
+        row_blocks: i32,
+        steps: i32,
+        splits: i32,
+        stages: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 256);
-// SAFETY: the layout of `TileArgs` in tile_gemm.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels by format and epilogue, then by width.
 #[derive(Debug)]

@@ -71,7 +71,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::peers::MAX_RANKS;
+    use crate::inbox::MAX_RANKS;
 
     /// Every one; the test below finds what is missing.
     const LAYOUTS: [Layout; 24] = [

@@ -4,7 +4,8 @@ use device::{DevicePtr, DevicePtrMut, LaunchConfig, PeerBuffer, Stream, View};
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
-use crate::peers::{GATHER_BLOCKS, MAX_RANKS, PeerGroup};
+use crate::inbox::{MAX_RANKS, Waiting};
+use crate::peers::{GATHER_BLOCKS, PeerGroup};
 
 /// `out_p[t, first_col + c] = part[t, c]` on every rank `p`: logits of the whole vocabulary from those of each rank's rows of the
 /// head.
@@ -51,13 +52,11 @@ impl AllGather<'_> {
     /// # Errors
     /// `Size` if the operands disagree, `Dimension` unless columns come in fours, `Device` if the launch fails.
     pub fn enqueue(self, group: &mut PeerGroup, kernels: &Kernels, stream: &Stream) -> Result<()> {
-        let mut args = self.args(group.rank, &group.gathered, stream)?;
-        for (flags, buffer) in args.flags.iter_mut().zip(&group.gather_flags) {
-            *flags = stream.peer(buffer).address();
-        }
+        let mut args = self.args(group.rank, group.gathered.of_ranks(), stream)?;
+        args.flags = group.gather_flags.addresses(stream);
         args.epochs = stream.output(&mut group.gather_epochs.view_mut());
-        args.host = group.host_words();
-        args.failed = stream.output(&mut group.failed.view_mut());
+        args.host = group.waiting.host();
+        args.failed = group.waiting.failed(stream);
         launch(&args, kernels, stream)
     }
 
@@ -107,7 +106,7 @@ impl AllGather<'_> {
             cols: int(cols),
             first: int(first_col),
             pitch: int(pitch),
-            limit_ms: PeerGroup::limit_ms(),
+            limit_ms: Waiting::LIMIT_MS,
             padding: 0,
         })
     }

@@ -7,7 +7,7 @@ use crate::Kernels;
 use crate::all_reduce::ThenNorm;
 use crate::error::{Checker, Result, int};
 use crate::groups::{AttentionGroups, start_words};
-use crate::peers::{MAX_RANKS, PeerGroup};
+use crate::inbox::{MAX_RANKS, Waiting};
 
 /// `sum[t, h] = part_0[t, h] + part_1[t, h] + ..` over all ranks in f32, rounded once, each part the weighted sum of the outputs of a
 /// rank's experts as [`Combine`](crate::Combine) makes it; then `residual += sum` and its norm, on the ranks of the attention group whose
@@ -92,15 +92,11 @@ impl ReduceScatter<'_> {
         if tokens == 0 {
             return Ok(());
         }
-        let mut inboxes = [0; MAX_RANKS];
-        for (inbox, parts) in inboxes.iter_mut().zip(&groups.parts) {
-            *inbox = stream.peer(parts).address();
-        }
         let args = Args {
-            inboxes,
+            inboxes: groups.parts.addresses(stream),
             epochs: stream.output(&mut groups.part_epochs.view_mut()),
-            host: groups.host_words(),
-            failed: stream.output(&mut groups.failed.view_mut()),
+            host: groups.waiting.host(),
+            failed: groups.waiting.failed(stream),
             y: stream.input(&self.y),
             weight: stream.input(&self.weights),
             slot: stream.input(&self.slot),
@@ -115,7 +111,7 @@ impl ReduceScatter<'_> {
             hidden: int(hidden),
             top: int(top),
             eps,
-            limit_ms: PeerGroup::limit_ms(),
+            limit_ms: Waiting::LIMIT_MS,
             padding: 0,
         };
         let threads = (hidden / 8).next_multiple_of(32) as u32;

@@ -5,7 +5,7 @@ use half::bf16;
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
-use crate::peers::MAX_RANKS;
+use crate::inbox::MAX_RANKS;
 
 const THREADS: u32 = 256;
 

@@ -137,7 +137,7 @@ mod tests {
                 _ if self.is_pointer => 8,
                 "uint64_t" | "int64_t" => 8,
                 "uint32_t" | "int32_t" | "float" => 4,
-                "TensorMap" => 128,
+                "ptx::TensorMap" => 128,
                 other => panic!("{}: the size of {other} is unknown", self.name),
             }
         }
@@ -155,7 +155,7 @@ mod tests {
                 "uint32_t" => "u32",
                 "int32_t" => "i32",
                 "float" => "f32",
-                other => other,
+                other => other.trim_start_matches("ptx::"),
             };
             element == same
         }

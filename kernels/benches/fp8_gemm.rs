@@ -2,15 +2,11 @@
 
 use half::bf16;
 use kernels::{
-    Dispatch, Fp8Gemm, Fp8Output, Fp8Rows, Fp8Source, Grouped, Output, PackFp8, PackedWeights, QuantizeRows, Routing,
-    SkinnyGemm,
+    Fp8Gemm, Fp8Output, Fp8Rows, Fp8Source, Grouped, Output, PackFp8, PackedWeights, QuantizeRows, SkinnyGemm,
 };
 
+use crate::experts::{HIDDEN, Routed, TOP, routed};
 use crate::harness::Bench;
-use crate::token_wise::picks;
-
-const HIDDEN: usize = 2880;
-const TOP: usize = 4;
 
 fn pack(bench: &Bench, rows: usize, k: usize) -> PackedWeights {
     let values = bench.values(rows * k);
@@ -92,13 +88,7 @@ fn grouped(
     tile_slots: usize,
 ) {
     let slots = tokens * TOP;
-    let mut routing = Routing::new(&bench.stream, tokens, TOP, num_experts, tile_slots).unwrap();
-    let experts = picks(bench, tokens, num_experts, 0);
-    Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
-        .enqueue(&bench.kernels, &bench.stream)
-        .unwrap();
-    let offsets = bench.stream.download(routing.offsets.view()).unwrap();
-    let touched = offsets.windows(2).filter(|pair| pair[1] > pair[0]).count();
+    let Routed { routing, touched } = routed(bench, tokens, num_experts, tile_slots, 0);
     let x = bench.values(tokens * HIDDEN);
     let mut gathered = Fp8Rows::new(&bench.stream, slots, HIDDEN).unwrap();
     let mut activated = Fp8Rows::new(&bench.stream, slots, HIDDEN).unwrap();
@@ -139,13 +129,7 @@ fn grouped(
 
 fn weight_only(bench: &mut Bench, gate_up: &PackedWeights, num_experts: usize, tokens: usize, tile_slots: usize) {
     let slots = tokens * TOP;
-    let mut routing = Routing::new(&bench.stream, tokens, TOP, num_experts, tile_slots).unwrap();
-    let experts = picks(bench, tokens, num_experts, 0);
-    Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
-        .enqueue(&bench.kernels, &bench.stream)
-        .unwrap();
-    let offsets = bench.stream.download(routing.offsets.view()).unwrap();
-    let touched = offsets.windows(2).filter(|pair| pair[1] > pair[0]).count();
+    let Routed { routing, touched } = routed(bench, tokens, num_experts, tile_slots, 0);
     let (x, bias) = (bench.values(tokens * HIDDEN), bench.values(num_experts * 2 * HIDDEN));
     let mut out = bench.zeros::<bf16>(slots * HIDDEN);
     let mut workspace = kernels::Workspace::new(&bench.stream).unwrap();

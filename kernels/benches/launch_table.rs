@@ -1,23 +1,17 @@
 //! What choosing a kernel and a tile for each shape gains over one choice for all.
 //!
-//! *Chosen* is what `engine::cuda` takes: `SkinnyGemm` up to 16 columns, then `TileGemm` with a width and a split of k for
+//! *Chosen* is what `kernels::choice` says: `SkinnyGemm` up to 16 columns, then `TileGemm` with a width and a split of k for
 //! the shape; for experts, a tile by the mean number of tokens an expert. *Generic* is one kernel with one tile for everything:
 //! `TileGemm`, 128 rows by 128 columns, k whole.
 
 use half::bf16;
-use kernels::{Dispatch, GatherRows, Grouped, Output, PackedWeights, Routing, SkinnyGemm, TileGemm, Workspace};
+use kernels::choice::{EXPERT_TILES, SKINNY_COLUMNS, SKINNY_TILES, expert_tile};
+use kernels::{GatherRows, Grouped, Output, PackedWeights, SkinnyGemm, TileGemm, Workspace};
 
+use crate::experts::{HIDDEN, TOP, pack, pack_experts, routed, routed_to};
 use crate::harness::Bench;
-use crate::skinny_gemm::{pack, pack_experts};
-use crate::token_wise::picks;
 
-const HIDDEN: usize = 2880;
-const TOP: usize = 4;
 const GENERIC_TILE: usize = 128;
-const SKINNY_COLUMNS: usize = 16;
-/// As in `engine::cuda::products`: slots of a tile, and the tokens an expert up to which each is taken.
-const EXPERT_TILES: [usize; 6] = [8, 16, 32, 64, 128, 256];
-const TILE_BORDERS: [usize; 5] = [5, 12, 24, 96, 192];
 /// Copies of a matrix that launches rotate through, so that weights come from memory.
 const COPIES: usize = 8;
 
@@ -74,7 +68,7 @@ fn dense(bench: &Bench, name: &str, weights: &[PackedWeights], columns: usize) {
         }
     });
     // One expert that every token visits: the grouped kernel takes its tile from the routing and never splits k.
-    let routing = dispatched(bench, columns, 1, 1, GENERIC_TILE);
+    let routing = routed_to(bench, &bench.zeros(columns), 1, 1, GENERIC_TILE).routing;
     let generic = bench.time(launches, |i| {
         TileGemm {
             weights: &weights[i % weights.len()],
@@ -90,16 +84,6 @@ fn dense(bench: &Bench, name: &str, weights: &[PackedWeights], columns: usize) {
     row(name, &weights[0], columns, kernel, [chosen, generic]);
 }
 
-/// A routing of random picks.
-fn dispatched(bench: &Bench, tokens: usize, top: usize, num_experts: usize, tile_slots: usize) -> Routing {
-    let mut routing = Routing::new(&bench.stream, tokens, top, num_experts, tile_slots).unwrap();
-    let experts = if num_experts == 1 { bench.zeros(tokens) } else { picks(bench, tokens, num_experts, 0) };
-    Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
-        .enqueue(&bench.kernels, &bench.stream)
-        .unwrap();
-    routing
-}
-
 /// The first product of an expert takes tokens and gathers, which the chosen kernel does itself or through `GatherRows`: that is
 /// part of the time. The second one's rows lie in the order of slots.
 fn experts(bench: &Bench, name: &str, weights: &PackedWeights, num_experts: usize, tokens: usize) {
@@ -110,14 +94,14 @@ fn experts(bench: &Bench, name: &str, weights: &PackedWeights, num_experts: usiz
     let (x, bias) = (bench.values(tokens * k), bench.values(num_experts * rows));
     let (mut by_slot, mut out) = (bench.values(slots * k), bench.zeros::<bf16>(slots * out_rows));
     let mut workspace = Workspace::new(&bench.stream).unwrap();
-    let tile = TILE_BORDERS.iter().position(|border| slots <= border * num_experts).unwrap_or(TILE_BORDERS.len());
+    let tile = expert_tile(weights.format(), slots, num_experts);
     let mut time = |tile_slots: usize| {
-        let routing = dispatched(bench, tokens, TOP, num_experts, tile_slots);
+        let routing = routed(bench, tokens, num_experts, tile_slots, 0).routing;
         bench.time(4, |_| {
             let output = out.view_mut();
             let out = if is_first { Output::SwiGlu(output) } else { Output::Bf16(output) };
             let (bias, workspace) = (Some(bias.view()), &mut workspace);
-            if tile_slots <= SKINNY_COLUMNS {
+            if EXPERT_TILES[..SKINNY_TILES].contains(&tile_slots) {
                 let x = if is_first { x.view() } else { by_slot.view() };
                 let routing = Some(Grouped { routing: &routing, gather: is_first, settled: !is_first });
                 return SkinnyGemm { weights, x, bias, out, routing, workspace }.enqueue(&bench.kernels, &bench.stream);

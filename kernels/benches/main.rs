@@ -10,6 +10,7 @@
 
 mod all_reduce;
 mod decode_attention;
+mod experts;
 mod fp8_gemm;
 mod harness;
 mod kv_move;

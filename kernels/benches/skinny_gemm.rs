@@ -1,13 +1,11 @@
 //! Products with few columns: where a decode step spends its time.
 
 use half::bf16;
-use kernels::{Dispatch, Grouped, Output, PackMxfp4, PackedWeights, Routing, SkinnyGemm, pack_bf16};
+use kernels::{Grouped, Output, PackedWeights, SkinnyGemm};
 
+use crate::experts::{HIDDEN, Routed, TOP, pack, pack_experts, routed};
 use crate::harness::Bench;
-use crate::token_wise::picks;
 
-const HIDDEN: usize = 2880;
-const TOP: usize = 4;
 const COPIES: usize = 8;
 
 pub(crate) fn dense(bench: &mut Bench) {
@@ -23,11 +21,6 @@ pub(crate) fn dense(bench: &mut Bench) {
         product(bench, "head", &head, columns, true);
     }
     println!();
-}
-
-pub(crate) fn pack(bench: &Bench, rows: usize, k: usize) -> PackedWeights {
-    let values = bench.values(rows * k);
-    pack_bf16(&bench.kernels, &bench.stream, values.view(), [1, rows, k], false).unwrap()
 }
 
 fn product(bench: &mut Bench, name: &str, weights: &[PackedWeights], columns: usize, logits: bool) {
@@ -64,31 +57,9 @@ pub(crate) fn experts(bench: &mut Bench) {
     }
 }
 
-pub(crate) fn pack_experts(bench: &Bench, num_experts: usize, rows: usize, interleaved: bool) -> PackedWeights {
-    let mut values = bench.stream.allocate::<u8>(num_experts * rows * HIDDEN / 2).unwrap();
-    bench.fill(&mut values);
-    let mut scales = bench.stream.allocate::<u8>(num_experts * rows * HIDDEN / 32).unwrap();
-    bench.stream.fill_bytes(scales.view_mut(), 119).unwrap();
-    PackMxfp4 { values: values.view(), scales: scales.view(), shape: [num_experts, rows, HIDDEN], interleaved }
-        .pack(&bench.kernels, &bench.stream)
-        .unwrap()
-}
-
 fn grouped(bench: &mut Bench, gate_up: &[PackedWeights], down: &[PackedWeights], tokens: usize, tile_slots: usize) {
     let num_experts = gate_up[0].len_bytes() / (gate_up[0].shape()[0] * (HIDDEN / 2 + HIDDEN / 32));
-    let mut touched = 0;
-    let routings: Vec<Routing> = (0..COPIES)
-        .map(|shift| {
-            let mut routing = Routing::new(&bench.stream, tokens, TOP, num_experts, tile_slots).unwrap();
-            let experts = picks(bench, tokens, num_experts, shift);
-            Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
-                .enqueue(&bench.kernels, &bench.stream)
-                .unwrap();
-            let offsets = bench.stream.download(routing.offsets.view()).unwrap();
-            touched += offsets.windows(2).filter(|pair| pair[1] > pair[0]).count();
-            routing
-        })
-        .collect();
+    let routed: Vec<Routed> = (0..COPIES).map(|shift| routed(bench, tokens, num_experts, tile_slots, shift)).collect();
     let slots = tokens * TOP;
     let x = bench.values(tokens * HIDDEN);
     let (mut activated, mut y) = (bench.values(slots * HIDDEN), bench.zeros::<bf16>(slots * HIDDEN));
@@ -97,7 +68,7 @@ fn grouped(bench: &mut Bench, gate_up: &[PackedWeights], down: &[PackedWeights],
     let mut workspace = kernels::Workspace::new(&bench.stream).unwrap();
     let launches = 2 * COPIES;
     let shape = format!("{tokens} tokens, tiles of {tile_slots}");
-    let touched = touched as f64 / COPIES as f64;
+    let touched = routed.iter().map(|routed| routed.touched).sum::<usize>() as f64 / COPIES as f64;
     let bytes = |weights: &PackedWeights, rows_in: usize, out: usize| {
         (touched * (weights.len_bytes() / num_experts) as f64) as usize + (rows_in * HIDDEN + slots * out) * 2
     };
@@ -107,7 +78,7 @@ fn grouped(bench: &mut Bench, gate_up: &[PackedWeights], down: &[PackedWeights],
             x: x.view(),
             bias: Some(bias_up.view()),
             out: Output::SwiGlu(activated.view_mut()),
-            routing: Some(Grouped { routing: &routings[i % COPIES], gather: true, settled: false }),
+            routing: Some(Grouped { routing: &routed[i % COPIES].routing, gather: true, settled: false }),
             workspace: &mut workspace,
         }
         .enqueue(&bench.kernels, &bench.stream)
@@ -119,7 +90,7 @@ fn grouped(bench: &mut Bench, gate_up: &[PackedWeights], down: &[PackedWeights],
             x: activated.view(),
             bias: Some(bias_down.view()),
             out: Output::Bf16(y.view_mut()),
-            routing: Some(Grouped { routing: &routings[i % COPIES], gather: false, settled: true }),
+            routing: Some(Grouped { routing: &routed[i % COPIES].routing, gather: false, settled: true }),
             workspace: &mut workspace,
         }
         .enqueue(&bench.kernels, &bench.stream)

@@ -1,14 +1,10 @@
 //! Products with many columns: prefill, and decode of large batches.
 
 use half::bf16;
-use kernels::{ChooseExperts, Dispatch, ExpertWeights, GatherRows, Output, PackedWeights, Routing, TileGemm};
+use kernels::{ChooseExperts, ExpertWeights, GatherRows, Output, PackedWeights, TileGemm};
 
+use crate::experts::{HIDDEN, Routed, TOP, pack, pack_experts, routed};
 use crate::harness::Bench;
-use crate::skinny_gemm::{pack, pack_experts};
-use crate::token_wise::picks;
-
-const HIDDEN: usize = 2880;
-const TOP: usize = 4;
 
 pub(crate) fn dense(bench: &mut Bench) {
     bench.heading("Dense products with many columns, bf16 weights");
@@ -93,13 +89,7 @@ fn grouped(
     tile_slots: usize,
 ) {
     let slots = tokens * TOP;
-    let mut routing = Routing::new(&bench.stream, tokens, TOP, num_experts, tile_slots).unwrap();
-    let experts = picks(bench, tokens, num_experts, 0);
-    Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
-        .enqueue(&bench.kernels, &bench.stream)
-        .unwrap();
-    let offsets = bench.stream.download(routing.offsets.view()).unwrap();
-    let touched = offsets.windows(2).filter(|pair| pair[1] > pair[0]).count();
+    let Routed { routing, touched } = routed(bench, tokens, num_experts, tile_slots, 0);
     let x = bench.values(tokens * HIDDEN);
     let (mut gathered, mut activated) = (bench.values(slots * HIDDEN), bench.values(slots * HIDDEN));
     let mut y = bench.zeros::<bf16>(slots * HIDDEN);

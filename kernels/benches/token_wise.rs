@@ -1,15 +1,13 @@
 //! Kernels that touch each token's values once: bound by latency in decode.
 
-use device::DeviceBuffer;
 use kernels::{
     Combine, CombineNorm, DISPATCH_TOKENS, Dispatch, ExpertWeights, KvCache, KvFormat, PageTable, RmsNorm, RopeKv,
     Router, RouterDispatch, Routing, Sample, SampleRow,
 };
 
+use crate::experts::{HIDDEN, TOP, picks};
 use crate::harness::Bench;
 
-const HIDDEN: usize = 2880;
-const TOP: usize = 4;
 const LAUNCHES: usize = 100;
 
 pub(crate) fn run(bench: &mut Bench) {
@@ -76,23 +74,6 @@ fn router(bench: &Bench, num_experts: usize, tokens: usize) {
     let shape = format!("{tokens} tokens, {num_experts} experts");
     let name = if dispatches { "router + dispatch" } else { "router" };
     bench.row(name, &shape, us, (tokens + num_experts) * HIDDEN * 2 + tokens * TOP * 8);
-}
-
-/// Picks that spread evenly.
-pub(crate) fn picks(bench: &Bench, tokens: usize, num_experts: usize, shift: usize) -> DeviceBuffer<i32> {
-    let mut state = 0x9e37_79b9_u32.wrapping_mul(shift as u32 + 1);
-    let mut pairs = Vec::with_capacity(tokens * TOP);
-    for _ in 0..tokens {
-        let row = pairs.len();
-        while pairs.len() < row + TOP {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let expert = (state >> 8) as i32 % num_experts as i32;
-            if !pairs[row..].contains(&expert) {
-                pairs.push(expert);
-            }
-        }
-    }
-    bench.upload(&pairs)
 }
 
 fn dispatch(bench: &Bench, tokens: usize) {

@@ -1,10 +1,11 @@
 //! All-gather of columns: every rank gets the matrix of which each holds some columns.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, PeerBuffer, Stream, View};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, PeerBuffer, Stream, View};
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
-use crate::peers::{GATHER_BLOCKS, MAX_RANKS, PeerGroup};
+use crate::inbox::{MAX_RANKS, Waiting};
+use crate::peers::{GATHER_BLOCKS, PeerGroup};
 
 /// `out_p[t, first_col + c] = part[t, c]` on every rank `p`: logits of the whole vocabulary from those of each rank's rows of the
 /// head.
@@ -23,28 +24,26 @@ pub struct AllGather<'a> {
     pub pitch: usize,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    part: DevicePtr<f32>,
-    outs: [u64; MAX_RANKS],
-    flags: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    rank: i32,
-    ranks: i32,
-    rows: i32,
-    cols: i32,
-    first: i32,
-    pitch: i32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = AllGatherArgs in "all_gather/all_gather.cu" {
+        part: DevicePtr<f32>,
+        outs: [u64; MAX_RANKS],
+        flags: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        rank: i32,
+        ranks: i32,
+        rows: i32,
+        cols: i32,
+        first: i32,
+        pitch: i32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 192);
-// SAFETY: the layout of `AllGatherArgs` in all_gather.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl AllGather<'_> {
     /// Into each rank's `gathered`. Returns once enqueued. What lies in a rank's `gathered` is overwritten only when that rank's
@@ -53,13 +52,11 @@ impl AllGather<'_> {
     /// # Errors
     /// `Size` if the operands disagree, `Dimension` unless columns come in fours, `Device` if the launch fails.
     pub fn enqueue(self, group: &mut PeerGroup, kernels: &Kernels, stream: &Stream) -> Result<()> {
-        let mut args = self.args(group.rank, &group.gathered, stream)?;
-        for (flags, buffer) in args.flags.iter_mut().zip(&group.gather_flags) {
-            *flags = stream.peer(buffer).address();
-        }
+        let mut args = self.args(group.rank, group.gathered.of_ranks(), stream)?;
+        args.flags = group.gather_flags.addresses(stream);
         args.epochs = stream.output(&mut group.gather_epochs.view_mut());
-        args.host = group.host_words();
-        args.failed = stream.output(&mut group.failed.view_mut());
+        args.host = group.waiting.host();
+        args.failed = group.waiting.failed(stream);
         launch(&args, kernels, stream)
     }
 
@@ -109,7 +106,7 @@ impl AllGather<'_> {
             cols: int(cols),
             first: int(first_col),
             pitch: int(pitch),
-            limit_ms: PeerGroup::limit_ms(),
+            limit_ms: Waiting::LIMIT_MS,
             padding: 0,
         })
     }

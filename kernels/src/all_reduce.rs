@@ -1,11 +1,12 @@
 //! All-reduce over the GPUs of a group, fused with what lies before and behind it.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
-use crate::peers::{MAX_RANKS, PeerGroup};
+use crate::inbox::{MAX_RANKS, Waiting};
+use crate::peers::PeerGroup;
 
 /// A rank's part of a sum over ranks.
 #[derive(Debug, Clone, Copy)]
@@ -74,34 +75,32 @@ pub struct AllReduce<'a> {
     pub exchange: Exchange,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    inboxes: [u64; MAX_RANKS],
-    flags: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    values: DevicePtr<bf16>,
-    y: DevicePtr<bf16>,
-    weight: DevicePtr<f32>,
-    slot: DevicePtr<i32>,
-    residual: DevicePtrMut<bf16>,
-    norm_weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    rank: i32,
-    tokens: i32,
-    room: i32,
-    hidden: i32,
-    top: i32,
-    eps: f32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = AllReduceArgs in "all_reduce/all_reduce.cu" {
+        inboxes: [u64; MAX_RANKS],
+        flags: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        values: DevicePtr<bf16>,
+        y: DevicePtr<bf16>,
+        weight: DevicePtr<f32>,
+        slot: DevicePtr<i32>,
+        residual: DevicePtrMut<bf16>,
+        norm_weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        rank: i32,
+        tokens: i32,
+        room: i32,
+        hidden: i32,
+        top: i32,
+        eps: f32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 240);
-// SAFETY: the layout of `AllReduceArgs` in all_reduce.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels for 2, 4 and 8 ranks.
 #[derive(Debug)]
@@ -185,24 +184,16 @@ impl AllReduce<'_> {
 impl Args {
     /// With the addresses of the group, and nothing to sum.
     fn of(group: &mut PeerGroup, stream: &Stream, exchange: Exchange, tokens: usize) -> Self {
-        let (mut inboxes, mut flags) = ([0; MAX_RANKS], [0; MAX_RANKS]);
-        for rank in 0..group.sizes.ranks {
-            inboxes[rank] = match exchange {
-                Exchange::Packets => stream.peer(&group.packets[rank]).address(),
-                Exchange::Bulk => stream.peer(&group.bulk[rank]).address(),
-            };
-            flags[rank] = stream.peer(&group.flags[rank]).address();
-        }
-        let (epochs, room) = match exchange {
-            Exchange::Packets => (&mut group.packet_epochs, group.sizes.packet_tokens),
-            Exchange::Bulk => (&mut group.bulk_epochs, group.sizes.bulk_tokens),
+        let (inboxes, epochs, room) = match exchange {
+            Exchange::Packets => (group.packets.addresses(stream), &mut group.packet_epochs, group.sizes.packet_tokens),
+            Exchange::Bulk => (group.bulk.addresses(stream), &mut group.bulk_epochs, group.sizes.bulk_tokens),
         };
         Self {
             inboxes,
-            flags,
+            flags: group.flags.addresses(stream),
             epochs: stream.output(&mut epochs.view_mut()),
-            host: group.host_words(),
-            failed: stream.output(&mut group.failed.view_mut()),
+            host: group.waiting.host(),
+            failed: group.waiting.failed(stream),
             values: DevicePtr::NULL,
             y: DevicePtr::NULL,
             weight: DevicePtr::NULL,
@@ -216,7 +207,7 @@ impl Args {
             hidden: int(group.sizes.hidden),
             top: 0,
             eps: 0.0,
-            limit_ms: PeerGroup::limit_ms(),
+            limit_ms: Waiting::LIMIT_MS,
             padding: 0,
         }
     }

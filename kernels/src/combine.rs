@@ -1,6 +1,6 @@
 //! Combine: the weighted sum of a token's expert outputs, alone or fused with the residual add and the norm behind it.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -36,24 +36,22 @@ pub struct CombineNorm<'a> {
     pub eps: f32,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    y: DevicePtr<bf16>,
-    weight: DevicePtr<f32>,
-    slot: DevicePtr<i32>,
-    residual: DevicePtrMut<bf16>,
-    norm_weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    hidden: i32,
-    top: i32,
-    eps: f32,
-    padding: i32,
+kernel_args! {
+    struct Args = CombineArgs in "combine/combine.cu" {
+        y: DevicePtr<bf16>,
+        weight: DevicePtr<f32>,
+        slot: DevicePtr<i32>,
+        residual: DevicePtrMut<bf16>,
+        norm_weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        hidden: i32,
+        top: i32,
+        eps: f32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 64);
-// SAFETY: the layout of `CombineArgs` in combine.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels by the experts of a token that they have registers for.
 #[derive(Debug)]

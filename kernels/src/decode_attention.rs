@@ -1,6 +1,6 @@
 //! Attention of one new token a sequence over its pages.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, TensorMap, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, TensorMap, View, ViewMut};
 use half::bf16;
 
 use crate::error::{Checker, Result, int};
@@ -74,32 +74,30 @@ impl Variants {
     }
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    cache: TensorMap,
-    q: DevicePtr<bf16>,
-    sinks: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    context: DevicePtr<i32>,
-    sequence: DevicePtr<i32>,
-    page_table: DevicePtr<i32>,
-    first_page: DevicePtr<i32>,
-    partials: DevicePtrMut<f32>,
-    counters: DevicePtrMut<u32>,
-    page_rows: i32,
-    layer_row: i32,
-    table_width: i32,
-    page_tokens: i32,
-    q_heads: i32,
-    kv_heads: i32,
-    window: i32,
-    padding: i32,
+kernel_args! {
+    struct Args = DecodeAttentionArgs in "decode_attention/decode_attention.cu" {
+        cache: TensorMap,
+        q: DevicePtr<bf16>,
+        sinks: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        context: DevicePtr<i32>,
+        sequence: DevicePtr<i32>,
+        page_table: DevicePtr<i32>,
+        first_page: DevicePtr<i32>,
+        partials: DevicePtrMut<f32>,
+        counters: DevicePtrMut<u32>,
+        page_rows: i32,
+        layer_row: i32,
+        table_width: i32,
+        page_tokens: i32,
+        q_heads: i32,
+        kv_heads: i32,
+        window: i32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 256);
-// SAFETY: the layout of `DecodeAttentionArgs` in decode_attention.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl DecodeAttention<'_> {
     /// Returns once enqueued. Contexts lie within the pages of their sequence.
@@ -133,8 +131,9 @@ impl DecodeAttention<'_> {
             resident(self.cache.format) * kernels.multiprocessors as usize,
             self.cache.format,
         );
-        check.room("partials", batch * kv_heads * splits * GROUP * PART, self.workspace.partials.len())?;
-        check.room("counters", batch * kv_heads, self.workspace.counters.len())?;
+        let [partials, counters] = scratch(batch * kv_heads, splits);
+        check.room("partials", partials, self.workspace.partials.len())?;
+        check.room("counters", counters, self.workspace.counters.len())?;
         let args = Args {
             cache: self.cache.tensor_map(stream, TILE_TOKENS)?,
             q: stream.input(&self.q),
@@ -178,9 +177,34 @@ fn splits(keys: usize, pairs: usize, blocks: usize, format: KvFormat) -> usize {
     resident.min(longest).min(MAX_SPLITS)
 }
 
+/// Partial sums and counters that `pairs` pairs of sequence and KV head take in the workspace: the only part of a context is written as it is.
+const fn scratch(pairs: usize, splits: usize) -> [usize; 2] {
+    if splits > 1 { [pairs * splits * GROUP * PART, pairs] } else { [0, 0] }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::workspace::{COUNTERS, PARTIALS};
+
+    /// As many sequences as a worker may have, one KV head a rank or all: a graph is recorded for each number at start.
+    #[test]
+    fn any_number_of_sequences_fits_the_workspace() {
+        for format in [KvFormat::Bf16, KvFormat::E4M3] {
+            for kv_heads in [1, 2, 4, 8] {
+                for batch in (1..=64).chain([128, 256, 512, 1024, 4096]) {
+                    for keys in [128, 1024, 8192, 131_072] {
+                        let pairs = batch * kv_heads;
+                        let splits = splits(keys, pairs, resident(format) * 132, format);
+                        let [partials, counters] = scratch(pairs, splits);
+                        let case = format!("{format:?}, {batch} x {kv_heads}, {keys} keys, {splits} splits");
+                        assert!(partials <= PARTIALS && counters <= COUNTERS, "{case}: {partials}");
+                    }
+                }
+            }
+        }
+        assert_eq!(scratch(16, 64), [16 * 64 * 8 * 68, 16]);
+    }
 
     #[test]
     fn few_sequences_are_split_and_many_are_not() {

@@ -1,6 +1,6 @@
 //! Dispatch: from the experts of each token to the tokens of each expert.
 
-use device::{DeviceBuffer, DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View};
+use device::{DeviceBuffer, DevicePtr, DevicePtrMut, LaunchConfig, Stream, View};
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
@@ -71,26 +71,24 @@ pub struct Dispatch<'a> {
     pub routing: &'a mut Routing,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    experts: DevicePtr<i32>,
-    slot: DevicePtrMut<i32>,
-    gather: DevicePtrMut<i32>,
-    offsets: DevicePtrMut<i32>,
-    tiles: DevicePtrMut<[i32; 4]>,
-    num_tiles: DevicePtrMut<i32>,
-    pairs: i32,
-    top: i32,
-    first_expert: i32,
-    num_experts: i32,
-    tile_slots: i32,
-    padding: i32,
+kernel_args! {
+    struct Args = DispatchArgs in "dispatch/dispatch.cu" {
+        experts: DevicePtr<i32>,
+        slot: DevicePtrMut<i32>,
+        gather: DevicePtrMut<i32>,
+        offsets: DevicePtrMut<i32>,
+        tiles: DevicePtrMut<[i32; 4]>,
+        num_tiles: DevicePtrMut<i32>,
+        pairs: i32,
+        top: i32,
+        first_expert: i32,
+        num_experts: i32,
+        tile_slots: i32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 72);
-// SAFETY: the layout of `DispatchArgs` in dispatch.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl Dispatch<'_> {
     /// Returns once enqueued.

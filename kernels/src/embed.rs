@@ -1,6 +1,6 @@
 //! From token numbers to the residual stream.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -22,20 +22,18 @@ pub struct Embed<'a> {
     pub hidden: usize,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    table: DevicePtr<bf16>,
-    tokens: DevicePtr<i32>,
-    sampled: DevicePtr<i32>,
-    out: DevicePtrMut<bf16>,
-    row_words: i32,
-    padding: i32,
+kernel_args! {
+    struct Args = EmbedArgs in "embed/embed.cu" {
+        table: DevicePtr<bf16>,
+        tokens: DevicePtr<i32>,
+        sampled: DevicePtr<i32>,
+        out: DevicePtrMut<bf16>,
+        row_words: i32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 40);
-// SAFETY: the layout of `EmbedArgs` in embed.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl Embed<'_> {
     /// Returns once enqueued. Every id is below the vocabulary, and every entry of `sampled` that is named exists.

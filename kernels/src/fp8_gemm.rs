@@ -1,8 +1,6 @@
 //! Matrix products of FP8 weights and FP8 activations on the tensor cores: prefill.
 
-use device::{
-    DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, Swizzle, TensorMap, View, ViewMut,
-};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, Swizzle, TensorMap, View, ViewMut};
 use half::bf16;
 
 use crate::error::{Checker, Result, int};
@@ -51,33 +49,31 @@ pub struct Fp8Gemm<'a> {
     pub routing: Option<&'a Routing>,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    x: TensorMap,
-    weights: DevicePtr<u8>,
-    weight_scales: DevicePtr<f32>,
-    x_scales: DevicePtr<f32>,
-    bias: DevicePtr<bf16>,
-    out: u64,
-    out_scales: DevicePtrMut<f32>,
-    tiles: DevicePtr<[i32; 4]>,
-    num_tiles: DevicePtr<i32>,
-    expert_bytes: u64,
-    slots: i32,
-    x_stride: i32,
-    out_stride: i32,
-    groups: i32,
-    k_tiles: i32,
-    row_blocks: i32,
-    stages: i32,
-    out_pitch: i32,
-    padding: [u64; 3],
+kernel_args! {
+    struct Args = Fp8Args in "fp8_gemm/fp8_gemm.cu" {
+        x: TensorMap,
+        weights: DevicePtr<u8>,
+        weight_scales: DevicePtr<f32>,
+        x_scales: DevicePtr<f32>,
+        bias: DevicePtr<bf16>,
+        out: u64,
+        out_scales: DevicePtrMut<f32>,
+        tiles: DevicePtr<[i32; 4]>,
+        num_tiles: DevicePtr<i32>,
+        expert_bytes: u64,
+        slots: i32,
+        x_stride: i32,
+        out_stride: i32,
+        groups: i32,
+        k_tiles: i32,
+        row_blocks: i32,
+        stages: i32,
+        out_pitch: i32,
+        padding: [u64; 3],
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 256);
-// SAFETY: the layout of `Fp8Args` in fp8_gemm.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels by output.
 #[derive(Debug)]

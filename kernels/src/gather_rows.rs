@@ -1,6 +1,6 @@
 //! Brings the rows of each expert's tokens together.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::error::{Checker, Result, int};
@@ -19,23 +19,21 @@ pub struct GatherRows<'a> {
     pub hidden: usize,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    x: DevicePtr<bf16>,
-    slot: DevicePtr<i32>,
-    out: DevicePtrMut<bf16>,
-    tokens: i32,
-    top: i32,
-    row_words: i32,
-    parts: i32,
+kernel_args! {
+    struct Args = GatherRowsArgs in "gather_rows/gather_rows.cu" {
+        x: DevicePtr<bf16>,
+        slot: DevicePtr<i32>,
+        out: DevicePtrMut<bf16>,
+        tokens: i32,
+        top: i32,
+        row_words: i32,
+        parts: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 40);
 /// Words of 16 bytes that a warp moves: constants of gather_rows.cu.
 const WARP_WORDS: usize = 4 * 32;
-// SAFETY: the layout of `GatherRowsArgs` in gather_rows.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl GatherRows<'_> {
     /// Returns once enqueued.

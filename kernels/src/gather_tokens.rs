@@ -1,13 +1,13 @@
 //! The tokens of all attention groups, on every rank.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
 use crate::all_reduce::ThenNorm;
 use crate::error::{Checker, Result, int};
 use crate::groups::{AttentionGroups, start_words};
-use crate::peers::{MAX_RANKS, PeerGroup};
+use crate::inbox::{MAX_RANKS, Waiting};
 
 /// `out[starts[g] + t, h] = row of token t of group g`, for all attention groups, on every rank: what the experts, which are everybody's,
 /// need of tokens that a group keeps to itself. The ranks of a group have the same rows; each passes them to one rank of every other
@@ -28,30 +28,28 @@ pub struct GatherTokens<'a> {
     pub groups: &'a mut AttentionGroups,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    inboxes: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    values: DevicePtr<bf16>,
-    residual: DevicePtrMut<bf16>,
-    norm_weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    starts: [i32; MAX_RANKS + 1],
-    group: i32,
-    groups: i32,
-    room: i32,
-    hidden: i32,
-    eps: f32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = GatherTokensArgs in "gather_tokens/gather_tokens.cu" {
+        inboxes: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        values: DevicePtr<bf16>,
+        residual: DevicePtrMut<bf16>,
+        norm_weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        starts: [i32; MAX_RANKS + 1],
+        group: i32,
+        groups: i32,
+        room: i32,
+        hidden: i32,
+        eps: f32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 184);
-// SAFETY: the layout of `GatherTokensArgs` in gather_tokens.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl GatherTokens<'_> {
     /// Returns once enqueued.
@@ -76,15 +74,15 @@ impl GatherTokens<'_> {
             (residual, norm_weight, eps) = (stream.output(&mut norm.residual), stream.input(&norm.weight), norm.eps);
         }
         let mut inboxes = [0; MAX_RANKS];
-        let place = groups.rank % sizes.group_ranks;
-        for (inbox, rows) in inboxes.iter_mut().zip(groups.rows.iter().skip(place).step_by(sizes.group_ranks)) {
-            *inbox = stream.peer(rows).address();
+        let (place, rows) = (groups.rank % sizes.group_ranks, groups.rows.addresses(stream));
+        for (inbox, rows) in inboxes.iter_mut().zip(rows.iter().skip(place).step_by(sizes.group_ranks)) {
+            *inbox = *rows;
         }
         let args = Args {
             inboxes,
             epochs: stream.output(&mut groups.row_epochs.view_mut()),
-            host: groups.host_words(),
-            failed: stream.output(&mut groups.failed.view_mut()),
+            host: groups.waiting.host(),
+            failed: groups.waiting.failed(stream),
             values: stream.input(&self.values),
             residual,
             norm_weight,
@@ -95,7 +93,7 @@ impl GatherTokens<'_> {
             room: int(sizes.tokens),
             hidden: int(hidden),
             eps,
-            limit_ms: PeerGroup::limit_ms(),
+            limit_ms: Waiting::LIMIT_MS,
             padding: 0,
         };
         let threads = (hidden / 8).next_multiple_of(32) as u32;

@@ -1,9 +1,9 @@
 //! The memory through which the ranks of an instance with several attention groups, each rank on its own GPU, exchange tokens.
 
-use device::{DeviceBuffer, DevicePtrMut, PeerBuffer, Stream};
+use device::{DeviceBuffer, PeerBuffer, Stream};
 
 use crate::error::{Checker, Result};
-use crate::peers::{Alarm, MAX_RANKS};
+use crate::inbox::{Alarm, Inbox, MAX_RANKS, Waiting, check_sizes};
 
 /// Sizes of an instance's memory, the same on all its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,13 +72,10 @@ impl TokenMailbox {
     /// `Dimension` for numbers of ranks or hidden sizes that the kernels do not take, `Device`.
     pub fn new(stream: &Stream, sizes: GroupSizes) -> Result<Self> {
         let check = Checker("groups");
-        let (ranks, hidden) = (sizes.ranks(), sizes.hidden);
-        check.dimension("ranks", ranks, "2, 4 or 8", [2, 4, MAX_RANKS].contains(&ranks))?;
+        check_sizes(check, sizes.ranks(), sizes.hidden)?;
         check.dimension("groups", sizes.groups, "at least 2", sizes.groups >= 2)?;
-        let fits = hidden.is_multiple_of(8) && (8..=4096).contains(&hidden);
-        check.dimension("hidden", hidden, "a multiple of 8 up to 4096", fits)?;
-        let mailbox =
-            Self { sizes, rows: stream.zeros(2 * sizes.words())?, parts: stream.zeros(2 * ranks * sizes.words())? };
+        let (rows, parts) = (stream.zeros(2 * sizes.words())?, stream.zeros(2 * sizes.ranks() * sizes.words())?);
+        let mailbox = Self { sizes, rows, parts };
         stream.synchronize()?;
         Ok(mailbox)
     }
@@ -97,16 +94,14 @@ impl TokenMailbox {
 /// overwriting another.
 #[derive(Debug)]
 pub struct AttentionGroups {
+    /// First: kernels have ended before the rest is freed.
+    pub(crate) waiting: Waiting,
     pub(crate) rank: usize,
     pub(crate) sizes: GroupSizes,
-    pub(crate) rows: Vec<PeerBuffer<u64>>,
-    pub(crate) parts: Vec<PeerBuffer<u64>>,
+    pub(crate) rows: Inbox<u64>,
+    pub(crate) parts: Inbox<u64>,
     pub(crate) row_epochs: DeviceBuffer<u32>,
     pub(crate) part_epochs: DeviceBuffer<u32>,
-    /// Whether a kernel of this rank stopped waiting.
-    pub(crate) failed: DeviceBuffer<u32>,
-    stream: Stream,
-    alarm: Alarm,
     _own: TokenMailbox,
 }
 
@@ -125,22 +120,16 @@ impl AttentionGroups {
         let check = Checker("groups");
         let sizes = own.sizes;
         check.size("addresses", sizes.ranks(), addresses.len())?;
-        for address in addresses {
-            let agrees = address.sizes == sizes;
-            check.dimension("mailbox", usize::from(agrees), "of equal sizes on all ranks", agrees)?;
-            address.rows.open(stream)?;
-            address.parts.open(stream)?;
-        }
+        let agree = addresses.iter().all(|address| address.sizes == sizes);
+        check.dimension("mailbox", usize::from(agree), "of equal sizes on all ranks", agree)?;
         Ok(Self {
+            waiting: Waiting::new(stream, alarm)?,
             rank,
             sizes,
-            rows: addresses.iter().map(|address| address.rows.clone()).collect(),
-            parts: addresses.iter().map(|address| address.parts.clone()).collect(),
+            rows: Inbox::open(stream, addresses.iter().map(|address| &address.rows))?,
+            parts: Inbox::open(stream, addresses.iter().map(|address| &address.parts))?,
             row_epochs: stream.zeros(sizes.tokens)?,
             part_epochs: stream.zeros(sizes.tokens)?,
-            failed: stream.zeros(1)?,
-            stream: stream.clone(),
-            alarm,
             _own: own,
         })
     }
@@ -155,18 +144,6 @@ impl AttentionGroups {
     #[must_use]
     pub const fn sizes(&self) -> GroupSizes {
         self.sizes
-    }
-
-    pub(crate) fn host_words(&self) -> DevicePtrMut<u32> {
-        self.alarm.address()
-    }
-}
-
-impl Drop for AttentionGroups {
-    fn drop(&mut self) {
-        self.alarm.stop();
-        // The host words are in use until the last kernel has ended. An error means that the device runs nothing any more.
-        let _ = self.stream.synchronize();
     }
 }
 

@@ -1,6 +1,6 @@
 //! Pieces of KV between pages and staging, many at once.
 
-use device::{Device, Event, Kernel, KernelArgs, LaunchConfig, PinnedBuffer, SharedMemory, Stream};
+use device::{Device, Event, Kernel, LaunchConfig, PinnedBuffer, SharedMemory, Stream};
 
 use crate::error::{Checker, Result, int};
 use crate::library::module;
@@ -139,19 +139,17 @@ impl Drop for KvMoving {
     }
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    pieces: u64,
-    staging: u64,
-    checksums: u64,
-    num_pieces: i32,
-    piece_words: i32,
+kernel_args! {
+    struct Args = KvMoveArgs in "kv_move/kv_move.cu" {
+        pieces: u64,
+        staging: u64,
+        checksums: u64,
+        num_pieces: i32,
+        piece_words: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 32);
-// SAFETY: the layout of `KvMoveArgs` in kv_move.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl KvMove<'_> {
     /// Returns once enqueued.

@@ -13,8 +13,12 @@
 //! the tensor cores busy in prefill, and [`Fp8Gemm`], which does so with both operands in FP8.
 #![allow(unsafe_code)] // this crate launches kernels: each launch says why its arguments are right
 
+#[macro_use]
+mod abi;
+
 mod all_gather;
 mod all_reduce;
+pub mod choice;
 mod combine;
 mod decode_attention;
 mod dispatch;
@@ -24,6 +28,7 @@ mod fp8_gemm;
 mod gather_rows;
 mod gather_tokens;
 mod groups;
+mod inbox;
 mod kv_cache;
 mod kv_move;
 mod kv_port;
@@ -55,13 +60,14 @@ pub use fp8_gemm::{Fp8Gemm, Fp8Output};
 pub use gather_rows::GatherRows;
 pub use gather_tokens::GatherTokens;
 pub use groups::{AttentionGroups, GroupSizes, TokenMailbox, TokenMailboxAddress};
+pub use inbox::{Alarm, MAX_RANKS};
 pub use kv_cache::{KvCache, KvFormat, PageTable};
 pub use kv_move::{KvDirection, KvKernels, KvMove, KvMoving, KvTable, kv_checksum};
 pub use kv_port::{KvPool, KvPort};
 pub use library::{AVAILABLE, Kernels};
 pub use pack_fp8::{Fp8Source, PackFp8, Rounding};
 pub use pack_weights::{Format, PackMxfp4, PackedWeights, pack_bf16};
-pub use peers::{Alarm, MAX_RANKS, Mailbox, MailboxAddress, PeerGroup, PeerSizes};
+pub use peers::{Mailbox, MailboxAddress, PeerGroup, PeerSizes};
 pub use prefill_attention::PrefillAttention;
 pub use quantize_rows::{Fp8Rows, QuantizeRows};
 pub use reduce_scatter::ReduceScatter;

@@ -1,6 +1,6 @@
 //! FP8 weight matrices, made on the device: E4M3 with one power of two for each 128 x 128 values.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View};
 use half::bf16;
 
 use crate::Kernels;
@@ -53,27 +53,25 @@ pub struct Rounding {
     pub largest: f32,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    values: DevicePtr<u8>,
-    scales: DevicePtr<u8>,
-    out: DevicePtrMut<u8>,
-    out_scales: DevicePtrMut<f32>,
-    report: DevicePtrMut<u32>,
-    matrices: i32,
-    rows: i32,
-    k: i32,
-    interleave: i32,
-    grid_rows: i32,
-    grid_cols: i32,
-    row_offset: i32,
-    col_offset: i32,
+kernel_args! {
+    struct Args = PackFp8Args in "pack_fp8/pack_fp8.cu" {
+        values: DevicePtr<u8>,
+        scales: DevicePtr<u8>,
+        out: DevicePtrMut<u8>,
+        out_scales: DevicePtrMut<f32>,
+        report: DevicePtrMut<u32>,
+        matrices: i32,
+        rows: i32,
+        k: i32,
+        interleave: i32,
+        grid_rows: i32,
+        grid_cols: i32,
+        row_offset: i32,
+        col_offset: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 72);
-// SAFETY: the layout of `PackFp8Args` in pack_fp8.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels by source.
 #[derive(Debug)]

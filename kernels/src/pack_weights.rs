@@ -1,6 +1,6 @@
 //! Weight matrices in the order in which tensor cores take them.
 
-use device::{DeviceBuffer, DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Stream, View};
+use device::{DeviceBuffer, DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Stream, View};
 use half::bf16;
 
 use crate::Kernels;
@@ -26,6 +26,12 @@ impl Format {
         }
     }
 
+    /// Tiles of a strip that has `k` values in each row, the last ones filled up with zeros: whole steps of the kernels, which are 64 values
+    /// along k, so an even number of bf16's.
+    pub(crate) const fn strip_tiles(self, k: usize) -> usize {
+        k.div_ceil(STEP_K) * (STEP_K / self.tile_k())
+    }
+
     /// Bytes of a tile: `TILE_BYTES` in packed.cuh and fp8.cuh.
     pub(crate) const fn tile_bytes(self) -> usize {
         match self {
@@ -35,6 +41,8 @@ impl Format {
     }
 }
 
+/// Values along k that a matrix is filled up to a multiple of.
+pub(crate) const STEP_K: usize = 64;
 /// Rows of a strip.
 pub(crate) const STRIP_ROWS: usize = 16;
 /// Rows and values along k that share an FP8 scale.
@@ -73,7 +81,7 @@ impl PackedWeights {
     }
 
     pub(crate) const fn strip_tiles(&self) -> usize {
-        self.k.div_ceil(self.format.tile_k())
+        self.format.strip_tiles(self.k)
     }
 
     pub(crate) const fn matrix_bytes(&self) -> usize {
@@ -94,31 +102,28 @@ impl PackedWeights {
         let check = Checker("pack weights");
         check.dimension("rows", rows, "a multiple of 16", rows > 0 && rows.is_multiple_of(STRIP_ROWS))?;
         check.dimension("k", k, "a multiple of 32", k > 0 && k.is_multiple_of(32))?;
-        let bytes =
-            stream.allocate(matrices * rows / STRIP_ROWS * k.div_ceil(format.tile_k()) * format.tile_bytes())?;
+        let bytes = stream.allocate(matrices * rows / STRIP_ROWS * format.strip_tiles(k) * format.tile_bytes())?;
         let blocks = matrices * rows.div_ceil(SCALE_BLOCK) * k.div_ceil(SCALE_BLOCK);
         let scales = (format == Format::Fp8).then(|| stream.allocate(blocks)).transpose()?;
         Ok(Self { bytes, scales, format, matrices, rows, k, interleaved })
     }
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    values: DevicePtr<u8>,
-    scales: DevicePtr<u8>,
-    out: DevicePtrMut<u8>,
-    refused: DevicePtrMut<u32>,
-    words: u64,
-    rows: i32,
-    k: i32,
-    tiles: i32,
-    interleave: i32,
+kernel_args! {
+    struct Args = PackArgs in "pack_weights/pack_weights.cu" {
+        values: DevicePtr<u8>,
+        scales: DevicePtr<u8>,
+        out: DevicePtrMut<u8>,
+        refused: DevicePtrMut<u32>,
+        words: u64,
+        rows: i32,
+        k: i32,
+        tiles: i32,
+        interleave: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 56);
-// SAFETY: the layout of `PackArgs` in pack_weights.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Packs bf16 matrices `[matrices, rows, k]`, row-major, and waits, since kernels read weights before their predecessor has ended.
 /// With `interleaved`, rows are gate and up in turn and the matrix can feed SwiGLU.
@@ -214,4 +219,21 @@ fn launch(
     };
     // SAFETY: one thread a word of `out`, in a strided loop; the words read lie within the matrices whose sizes were checked.
     Ok(unsafe { kernel.launch(stream, LaunchConfig::linear(kernels.multiprocessors * 8, 256), &args) }?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strip_is_whole_steps_along_k() {
+        for k in (32..=2880).step_by(32) {
+            for format in [Format::Bf16, Format::Mxfp4, Format::Fp8] {
+                let values = format.strip_tiles(k) * format.tile_k();
+                assert!(values.is_multiple_of(STEP_K) && (k..k + STEP_K).contains(&values), "{format:?}, k = {k}");
+            }
+        }
+        // Units of an expert of gpt-oss over two and four ranks, in tiles of 32.
+        assert_eq!([1440, 736, 704, 2880].map(|k| Format::Bf16.strip_tiles(k)), [46, 24, 22, 90]);
+    }
 }

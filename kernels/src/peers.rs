@@ -1,23 +1,13 @@
 //! The memory through which the ranks of a group, each on its own GPU, exchange values.
 
-use std::sync::Arc;
-use std::time::Duration;
-
-use device::{DeviceBuffer, DevicePtrMut, HostWords, PeerBuffer, Stream};
+use device::{DeviceBuffer, PeerBuffer, Stream};
 use half::bf16;
 
 use crate::error::{Checker, Result};
+use crate::inbox::{Alarm, Inbox, Waiting, check_sizes};
 
-/// Most ranks of a group.
-pub const MAX_RANKS: usize = 8;
-/// How long a kernel waits for another rank, unless the host tells it to stop. A rank may be held up by a slow reader of
-/// its cache; a group that waits this long is lost.
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Blocks that gather columns, on every rank as many.
 pub(crate) const GATHER_BLOCKS: usize = 128;
-/// Words of [`HostWords`]; `ptx::Patience` knows them too.
-const STOP: usize = 0;
-const GAVE_UP: usize = 1;
 
 /// Sizes of a group's memory, the same on all its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,11 +50,8 @@ impl Mailbox {
     /// # Errors
     /// `Dimension` for groups or hidden sizes that the kernels do not take, `Device`.
     pub fn new(stream: &Stream, sizes: PeerSizes) -> Result<Self> {
-        let check = Checker("peers");
         let PeerSizes { ranks, hidden, packet_tokens, bulk_tokens } = sizes;
-        check.dimension("ranks", ranks, "2, 4 or 8", [2, 4, MAX_RANKS].contains(&ranks))?;
-        let fits = hidden.is_multiple_of(8) && (8..=4096).contains(&hidden);
-        check.dimension("hidden", hidden, "a multiple of 8 up to 4096", fits)?;
+        check_sizes(Checker("peers"), ranks, hidden)?;
         let mailbox = Self {
             sizes,
             packets: stream.zeros(2 * ranks * packet_tokens * hidden / 2)?,
@@ -90,52 +77,23 @@ impl Mailbox {
     }
 }
 
-/// Tells waiting kernels to stop, and the host that one did. One for an instance.
-#[derive(Debug, Clone)]
-pub struct Alarm(Arc<HostWords>);
-
-impl Alarm {
-    /// # Errors
-    /// `Device` if the host has no page-locked memory left.
-    pub fn new(stream: &Stream) -> Result<Self> {
-        Ok(Self(Arc::new(HostWords::zeros(stream, 2)?)))
-    }
-
-    /// From now on no kernel waits for another rank.
-    pub fn stop(&self) {
-        self.0.store(STOP, 1);
-    }
-
-    /// Whether a kernel stopped waiting: then what it and later ones computed is void.
-    #[must_use]
-    pub fn gave_up(&self) -> bool {
-        self.0.load(GAVE_UP) != 0
-    }
-
-    pub(crate) fn address(&self) -> DevicePtrMut<u32> {
-        self.0.address()
-    }
-}
-
 /// One rank's end of a group: its own memory, and the way to that of the others.
 ///
 /// Dropping it stops kernels that wait and lets them end. Every rank makes the same sequence of exchanges, of the same sizes.
 #[derive(Debug)]
 pub struct PeerGroup {
+    /// First: kernels have ended before the rest is freed.
+    pub(crate) waiting: Waiting,
     pub(crate) rank: usize,
     pub(crate) sizes: PeerSizes,
-    pub(crate) packets: Vec<PeerBuffer<u64>>,
-    pub(crate) bulk: Vec<PeerBuffer<bf16>>,
-    pub(crate) flags: Vec<PeerBuffer<u32>>,
-    pub(crate) gather_flags: Vec<PeerBuffer<u32>>,
-    pub(crate) gathered: Vec<PeerBuffer<f32>>,
+    pub(crate) packets: Inbox<u64>,
+    pub(crate) bulk: Inbox<bf16>,
+    pub(crate) flags: Inbox<u32>,
+    pub(crate) gather_flags: Inbox<u32>,
+    pub(crate) gathered: Inbox<f32>,
     pub(crate) packet_epochs: DeviceBuffer<u32>,
     pub(crate) bulk_epochs: DeviceBuffer<u32>,
     pub(crate) gather_epochs: DeviceBuffer<u32>,
-    /// Whether a kernel of this rank stopped waiting.
-    pub(crate) failed: DeviceBuffer<u32>,
-    stream: Stream,
-    alarm: Alarm,
     _own: Mailbox,
 }
 
@@ -143,39 +101,25 @@ impl PeerGroup {
     /// `addresses` are those of all ranks, in order; `own` is that of `rank`. Exchanges run on `stream`.
     ///
     /// # Errors
-    /// `Size` if the ranks disagree, `Device` if their devices cannot reach each other.
+    /// `Size` or `Dimension` if the ranks disagree, `Device` if their devices cannot reach each other.
     pub fn new(stream: &Stream, rank: usize, own: Mailbox, addresses: &[MailboxAddress], alarm: Alarm) -> Result<Self> {
         let check = Checker("peers");
         let sizes = own.sizes;
         check.size("addresses", sizes.ranks, addresses.len())?;
-        for address in addresses {
-            let MailboxAddress { sizes: theirs, packets, bulk, flags, gather_flags, gathered } = address;
-            check.dimension(
-                "mailbox",
-                usize::from(*theirs == sizes),
-                "of equal sizes on all ranks",
-                *theirs == sizes,
-            )?;
-            packets.open(stream)?;
-            bulk.open(stream)?;
-            flags.open(stream)?;
-            gather_flags.open(stream)?;
-            gathered.open(stream)?;
-        }
+        let agree = addresses.iter().all(|address| address.sizes == sizes);
+        check.dimension("mailbox", usize::from(agree), "of equal sizes on all ranks", agree)?;
         Ok(Self {
+            waiting: Waiting::new(stream, alarm)?,
             rank,
             sizes,
-            packets: addresses.iter().map(|address| address.packets.clone()).collect(),
-            bulk: addresses.iter().map(|address| address.bulk.clone()).collect(),
-            flags: addresses.iter().map(|address| address.flags.clone()).collect(),
-            gather_flags: addresses.iter().map(|address| address.gather_flags.clone()).collect(),
-            gathered: addresses.iter().map(|address| address.gathered.clone()).collect(),
+            packets: Inbox::open(stream, addresses.iter().map(|address| &address.packets))?,
+            bulk: Inbox::open(stream, addresses.iter().map(|address| &address.bulk))?,
+            flags: Inbox::open(stream, addresses.iter().map(|address| &address.flags))?,
+            gather_flags: Inbox::open(stream, addresses.iter().map(|address| &address.gather_flags))?,
+            gathered: Inbox::open(stream, addresses.iter().map(|address| &address.gathered))?,
             packet_epochs: stream.zeros(sizes.packet_tokens)?,
             bulk_epochs: stream.zeros(sizes.bulk_tokens)?,
             gather_epochs: stream.zeros(GATHER_BLOCKS)?,
-            failed: stream.zeros(1)?,
-            stream: stream.clone(),
-            alarm,
             _own: own,
         })
     }
@@ -189,22 +133,6 @@ impl PeerGroup {
     /// The group's alarm.
     #[must_use]
     pub const fn alarm(&self) -> &Alarm {
-        &self.alarm
-    }
-
-    pub(crate) fn host_words(&self) -> DevicePtrMut<u32> {
-        self.alarm.address()
-    }
-
-    pub(crate) const fn limit_ms() -> u32 {
-        PATIENCE.as_millis() as u32
-    }
-}
-
-impl Drop for PeerGroup {
-    fn drop(&mut self) {
-        self.alarm.stop();
-        // The host words are in use until the last kernel has ended. An error means that the device runs nothing any more.
-        let _ = self.stream.synchronize();
+        self.waiting.alarm()
     }
 }

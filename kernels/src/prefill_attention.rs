@@ -1,6 +1,6 @@
 //! Attention of a run of new tokens of one sequence over its pages.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, TensorMap, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, TensorMap, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -41,30 +41,28 @@ pub struct PrefillAttention<'a> {
     pub out: ViewMut<'a, bf16>,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    cache: TensorMap,
-    q: DevicePtr<bf16>,
-    sinks: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    pages: DevicePtr<i32>,
-    tokens: i32,
-    start: i32,
-    first_page: i32,
-    page_rows: i32,
-    layer_row: i32,
-    page_tokens: i32,
-    box_tokens: i32,
-    kv_heads: i32,
-    group_bits: i32,
-    tiles: i32,
-    window: i32,
+kernel_args! {
+    struct Args = PrefillAttentionArgs in "prefill_attention/prefill_attention.cu" {
+        cache: TensorMap,
+        q: DevicePtr<bf16>,
+        sinks: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        pages: DevicePtr<i32>,
+        tokens: i32,
+        start: i32,
+        first_page: i32,
+        page_rows: i32,
+        layer_row: i32,
+        page_tokens: i32,
+        box_tokens: i32,
+        kv_heads: i32,
+        group_bits: i32,
+        tiles: i32,
+        window: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 256);
-// SAFETY: the layout of `PrefillAttentionArgs` in prefill_attention.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl PrefillAttention<'_> {
     /// Returns once enqueued.

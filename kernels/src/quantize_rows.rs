@@ -1,6 +1,6 @@
 //! Activations in FP8: the input of [`Fp8Gemm`](crate::Fp8Gemm).
 
-use device::{DeviceBuffer, DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View};
+use device::{DeviceBuffer, DevicePtr, DevicePtrMut, LaunchConfig, Stream, View};
 use half::bf16;
 
 use crate::error::{Checker, Result, int};
@@ -57,23 +57,21 @@ pub struct QuantizeRows<'a> {
     pub out: &'a mut Fp8Rows,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    x: DevicePtr<bf16>,
-    gather: DevicePtr<i32>,
-    num_rows: DevicePtr<i32>,
-    out: DevicePtrMut<u8>,
-    scales: DevicePtrMut<f32>,
-    slots: i32,
-    stride: i32,
-    k: i32,
-    pitch: i32,
+kernel_args! {
+    struct Args = QuantizeArgs in "quantize_rows/quantize_rows.cu" {
+        x: DevicePtr<bf16>,
+        gather: DevicePtr<i32>,
+        num_rows: DevicePtr<i32>,
+        out: DevicePtrMut<u8>,
+        scales: DevicePtrMut<f32>,
+        slots: i32,
+        stride: i32,
+        k: i32,
+        pitch: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 56);
-// SAFETY: the layout of `QuantizeArgs` in quantize_rows.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl QuantizeRows<'_> {
     /// Returns once enqueued.

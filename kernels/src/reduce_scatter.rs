@@ -1,13 +1,13 @@
 //! Sum of experts over all ranks, on the ranks whose tokens they are.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
 use crate::all_reduce::ThenNorm;
 use crate::error::{Checker, Result, int};
 use crate::groups::{AttentionGroups, start_words};
-use crate::peers::{MAX_RANKS, PeerGroup};
+use crate::inbox::{MAX_RANKS, Waiting};
 
 /// `sum[t, h] = part_0[t, h] + part_1[t, h] + ..` over all ranks in f32, rounded once, each part the weighted sum of the outputs of a
 /// rank's experts as [`Combine`](crate::Combine) makes it; then `residual += sum` and its norm, on the ranks of the attention group whose
@@ -34,34 +34,32 @@ pub struct ReduceScatter<'a> {
     pub groups: &'a mut AttentionGroups,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    inboxes: [u64; MAX_RANKS],
-    epochs: DevicePtrMut<u32>,
-    host: DevicePtrMut<u32>,
-    failed: DevicePtrMut<u32>,
-    y: DevicePtr<bf16>,
-    weight: DevicePtr<f32>,
-    slot: DevicePtr<i32>,
-    residual: DevicePtrMut<bf16>,
-    norm_weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    starts: [i32; MAX_RANKS + 1],
-    groups: i32,
-    group_ranks: i32,
-    rank: i32,
-    room: i32,
-    hidden: i32,
-    top: i32,
-    eps: f32,
-    limit_ms: u32,
-    padding: i32,
+kernel_args! {
+    struct Args = ReduceScatterArgs in "reduce_scatter/reduce_scatter.cu" {
+        inboxes: [u64; MAX_RANKS],
+        epochs: DevicePtrMut<u32>,
+        host: DevicePtrMut<u32>,
+        failed: DevicePtrMut<u32>,
+        y: DevicePtr<bf16>,
+        weight: DevicePtr<f32>,
+        slot: DevicePtr<i32>,
+        residual: DevicePtrMut<bf16>,
+        norm_weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        starts: [i32; MAX_RANKS + 1],
+        groups: i32,
+        group_ranks: i32,
+        rank: i32,
+        room: i32,
+        hidden: i32,
+        top: i32,
+        eps: f32,
+        limit_ms: u32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 208);
-// SAFETY: the layout of `ReduceScatterArgs` in reduce_scatter.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels for 2, 4 and 8 ranks.
 #[derive(Debug)]
@@ -94,15 +92,11 @@ impl ReduceScatter<'_> {
         if tokens == 0 {
             return Ok(());
         }
-        let mut inboxes = [0; MAX_RANKS];
-        for (inbox, parts) in inboxes.iter_mut().zip(&groups.parts) {
-            *inbox = stream.peer(parts).address();
-        }
         let args = Args {
-            inboxes,
+            inboxes: groups.parts.addresses(stream),
             epochs: stream.output(&mut groups.part_epochs.view_mut()),
-            host: groups.host_words(),
-            failed: stream.output(&mut groups.failed.view_mut()),
+            host: groups.waiting.host(),
+            failed: groups.waiting.failed(stream),
             y: stream.input(&self.y),
             weight: stream.input(&self.weights),
             slot: stream.input(&self.slot),
@@ -117,7 +111,7 @@ impl ReduceScatter<'_> {
             hidden: int(hidden),
             top: int(top),
             eps,
-            limit_ms: PeerGroup::limit_ms(),
+            limit_ms: Waiting::LIMIT_MS,
             padding: 0,
         };
         let threads = (hidden / 8).next_multiple_of(32) as u32;

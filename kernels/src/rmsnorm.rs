@@ -1,6 +1,6 @@
 //! RMSNorm, fused with the residual add before it.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -24,20 +24,18 @@ pub struct RmsNorm<'a> {
     pub eps: f32,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    residual: DevicePtrMut<bf16>,
-    delta: DevicePtr<bf16>,
-    weight: DevicePtr<bf16>,
-    out: DevicePtrMut<bf16>,
-    hidden: i32,
-    eps: f32,
+kernel_args! {
+    struct Args = RmsNormArgs in "rmsnorm/rmsnorm.cu" {
+        residual: DevicePtrMut<bf16>,
+        delta: DevicePtr<bf16>,
+        weight: DevicePtr<bf16>,
+        out: DevicePtrMut<bf16>,
+        hidden: i32,
+        eps: f32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 40);
-// SAFETY: the layout of `RmsNormArgs` in rmsnorm.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl RmsNorm<'_> {
     /// Returns once enqueued.

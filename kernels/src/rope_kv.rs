@@ -1,6 +1,6 @@
 //! Rotary positions, fused with the write of keys and values into the cache.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
@@ -31,30 +31,28 @@ pub struct RopeKv<'a> {
     pub table: PageTable<'a>,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    qkv: DevicePtr<bf16>,
-    q: DevicePtrMut<bf16>,
-    cache: DevicePtrMut<u8>,
-    angles: DevicePtr<[f32; 2]>,
-    position: DevicePtr<i32>,
-    sequence: DevicePtr<i32>,
-    page_table: DevicePtr<i32>,
-    first_page: DevicePtr<i32>,
-    page_stride: i64,
-    layer_offset: i64,
-    table_width: i32,
-    page_tokens: i32,
-    q_heads: i32,
-    kv_heads: i32,
-    dim: i32,
-    is_e4m3: i32,
+kernel_args! {
+    struct Args = RopeKvArgs in "rope_kv/rope_kv.cu" {
+        qkv: DevicePtr<bf16>,
+        q: DevicePtrMut<bf16>,
+        cache: DevicePtrMut<u8>,
+        angles: DevicePtr<[f32; 2]>,
+        position: DevicePtr<i32>,
+        sequence: DevicePtr<i32>,
+        page_table: DevicePtr<i32>,
+        first_page: DevicePtr<i32>,
+        page_stride: i64,
+        layer_offset: i64,
+        table_width: i32,
+        page_tokens: i32,
+        q_heads: i32,
+        kv_heads: i32,
+        dim: i32,
+        is_e4m3: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 104);
-// SAFETY: the layout of `RopeKvArgs` in rope_kv.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl RopeKv<'_> {
     /// Returns once enqueued. Positions lie within `angles` and the pages of their sequence.

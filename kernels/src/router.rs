@@ -1,6 +1,6 @@
 //! Router: which experts a token visits, and with which weights.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::error::{Checker, Result, int};
@@ -74,29 +74,29 @@ pub struct ChooseExperts<'a> {
     pub mode: ExpertWeights,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    x: DevicePtr<bf16>,
-    weight: DevicePtr<bf16>,
-    bias: DevicePtr<bf16>,
-    experts: DevicePtrMut<i32>,
-    weights: DevicePtrMut<f32>,
-    logits: DevicePtrMut<f32>,
-    tokens: i32,
-    num_experts: i32,
-    k: i32,
-    top: i32,
-    round_bf16: i32,
-    first_expert: i32,
-    slot: DevicePtrMut<i32>,
-    gather: DevicePtrMut<i32>,
-    offsets: DevicePtrMut<i32>,
-    tiles: DevicePtrMut<[i32; 4]>,
-    num_tiles: DevicePtrMut<i32>,
-    present: DevicePtr<i32>,
-    local_experts: i32,
-    padding: i32,
+kernel_args! {
+    struct Args = RouterArgs in "router/router.cu" {
+        x: DevicePtr<bf16>,
+        weight: DevicePtr<bf16>,
+        bias: DevicePtr<bf16>,
+        experts: DevicePtrMut<i32>,
+        weights: DevicePtrMut<f32>,
+        logits: DevicePtrMut<f32>,
+        tokens: i32,
+        num_experts: i32,
+        k: i32,
+        top: i32,
+        round_bf16: i32,
+        first_expert: i32,
+        slot: DevicePtrMut<i32>,
+        gather: DevicePtrMut<i32>,
+        offsets: DevicePtrMut<i32>,
+        tiles: DevicePtrMut<[i32; 4]>,
+        num_tiles: DevicePtrMut<i32>,
+        present: DevicePtr<i32>,
+        local_experts: i32,
+        padding: i32,
+    }
 }
 
 impl Args {
@@ -126,8 +126,6 @@ impl Args {
 }
 
 const _: () = assert!(size_of::<Args>() == 128);
-// SAFETY: the layout of `RouterArgs` in router.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Blocks of a cluster, tokens that it takes at a time, and warps of a block: constants of router.cu.
 const CLUSTER: usize = 6;

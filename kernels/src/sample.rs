@@ -1,7 +1,7 @@
 //! Sampling: from logits to a token, on the device.
 
 use bytemuck::{Pod, Zeroable};
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View, ViewMut};
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
@@ -13,40 +13,41 @@ pub(crate) const SHARED_BYTES: u32 = 102 * 1024;
 /// Alternatives that a row can report.
 pub const MAX_TOP_LOGPROBS: usize = 20;
 
-/// How one row is sampled; `types::Sampling` with indices into the operands in place of lists. `Default` is greedy.
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-#[repr(C)]
-pub struct SampleRow {
-    /// Key of the random generator.
-    pub seed: u64,
-    /// Which of several answers to one prompt this is.
-    pub choice: u32,
-    /// Index of the token among the generated ones: with seed and choice it fixes the draw.
-    pub output_idx: u32,
-    /// 0 takes the greatest logit, the lowest id among equals.
-    pub temperature: f32,
-    /// 1 is neutral.
-    pub top_p: f32,
-    /// 0 is neutral.
-    pub min_p: f32,
-    /// 0 is neutral.
-    pub top_k: u32,
-    /// Subtracted once from logits of generated tokens.
-    pub presence_penalty: f32,
-    /// Subtracted from a logit for each time its token was generated.
-    pub frequency_penalty: f32,
-    /// Divides positive, multiplies negative logits of tokens that were seen.
-    pub repetition_penalty: f32,
-    /// Row of [`Sample::counts`]; negative: no penalties.
-    pub counts_row: i32,
-    /// Row of [`Sample::masks`]; negative: no mask.
-    pub mask_row: i32,
-    /// First entry in the bias lists.
-    pub bias_first: i32,
-    /// Entries in the bias lists.
-    pub bias_count: i32,
-    /// Alternatives to report, at most [`MAX_TOP_LOGPROBS`]; negative: report nothing.
-    pub logprobs: i32,
+kernel_struct! {
+    /// How one row is sampled; `types::Sampling` with indices into the operands in place of lists. `Default` is greedy.
+    #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+    pub struct SampleRow = SampleRow in "sample/sample.cu" as ROW {
+        /// Key of the random generator.
+        pub seed: u64,
+        /// Which of several answers to one prompt this is.
+        pub choice: u32,
+        /// Index of the token among the generated ones: with seed and choice it fixes the draw.
+        pub output_idx: u32,
+        /// 0 takes the greatest logit, the lowest id among equals.
+        pub temperature: f32,
+        /// 1 is neutral.
+        pub top_p: f32,
+        /// 0 is neutral.
+        pub min_p: f32,
+        /// 0 is neutral.
+        pub top_k: u32,
+        /// Subtracted once from logits of generated tokens.
+        pub presence_penalty: f32,
+        /// Subtracted from a logit for each time its token was generated.
+        pub frequency_penalty: f32,
+        /// Divides positive, multiplies negative logits of tokens that were seen.
+        pub repetition_penalty: f32,
+        /// Row of [`Sample::counts`]; negative: no penalties.
+        pub counts_row: i32,
+        /// Row of [`Sample::masks`]; negative: no mask.
+        pub mask_row: i32,
+        /// First entry in the bias lists.
+        pub bias_first: i32,
+        /// Entries in the bias lists.
+        pub bias_count: i32,
+        /// Alternatives to report, at most [`MAX_TOP_LOGPROBS`]; negative: report nothing.
+        pub logprobs: i32,
+    }
 }
 
 impl Default for SampleRow {
@@ -61,7 +62,7 @@ impl Default for SampleRow {
 pub enum SampleStatus {
     /// A token was drawn.
     Drawn = 0,
-    /// The logits hold a NaN; the token is 0 and means nothing.
+    /// The logits hold a NaN or plus infinity; the token is 0 and means nothing.
     NotANumber = 1,
     /// Masks and infinities leave no token; the token is 0 and means nothing.
     NothingAllowed = 2,
@@ -100,28 +101,26 @@ pub struct Sample<'a> {
     pub bias_values: View<'a, f32>,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    logits: DevicePtr<f32>,
-    rows: DevicePtr<SampleRow>,
-    token: DevicePtrMut<i32>,
-    status: DevicePtrMut<u32>,
-    logprob: DevicePtrMut<f32>,
-    top_token: DevicePtrMut<i32>,
-    top_logprob: DevicePtrMut<f32>,
-    counts: DevicePtrMut<u16>,
-    masks: DevicePtr<u32>,
-    assigned: DevicePtr<u32>,
-    bias_token: DevicePtr<i32>,
-    bias_value: DevicePtr<f32>,
-    vocab: i32,
-    slice: i32,
+kernel_args! {
+    struct Args = SampleArgs in "sample/sample.cu" {
+        logits: DevicePtr<f32>,
+        rows: DevicePtr<SampleRow>,
+        token: DevicePtrMut<i32>,
+        status: DevicePtrMut<u32>,
+        logprob: DevicePtrMut<f32>,
+        top_token: DevicePtrMut<i32>,
+        top_logprob: DevicePtrMut<f32>,
+        counts: DevicePtrMut<u16>,
+        masks: DevicePtr<u32>,
+        assigned: DevicePtr<u32>,
+        bias_token: DevicePtr<i32>,
+        bias_value: DevicePtr<f32>,
+        vocab: i32,
+        slice: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 104 && size_of::<SampleRow>() == 64);
-// SAFETY: the layout of `SampleArgs` in sample.cu, which asserts the same sizes.
-unsafe impl KernelArgs for Args {}
 
 impl Sample<'_> {
     /// Returns once enqueued. Rows name counts, masks and bias entries that exist.

@@ -1,6 +1,6 @@
 //! Matrix products with few columns: what decode spends its time on. Streams every weight once.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, View, ViewMut};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, View, ViewMut};
 use half::bf16;
 
 use crate::error::{Checker, KernelError, Result, int};
@@ -69,36 +69,34 @@ pub struct Grouped<'a> {
     pub settled: bool,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    weights: DevicePtr<u8>,
-    scales: DevicePtr<f32>,
-    x: DevicePtr<bf16>,
-    bias: DevicePtr<bf16>,
-    out: u64,
-    tiles: DevicePtr<[i32; 4]>,
-    num_tiles: DevicePtr<i32>,
-    gather: DevicePtr<i32>,
-    joins: DevicePtrMut<f32>,
-    expert_bytes: u64,
-    tokens: i32,
-    strips: i32,
-    groups: i32,
-    k: i32,
-    strip_tiles: i32,
-    unit_tiles: i32,
-    group_units: i32,
-    x_units: i32,
-    stages: i32,
-    early_tiles: i32,
-    tiles_room: i32,
-    padding: i32,
+kernel_args! {
+    struct Args = SkinnyArgs in "skinny_gemm/work.cuh" {
+        weights: DevicePtr<u8>,
+        scales: DevicePtr<f32>,
+        x: DevicePtr<bf16>,
+        bias: DevicePtr<bf16>,
+        out: u64,
+        tiles: DevicePtr<[i32; 4]>,
+        num_tiles: DevicePtr<i32>,
+        gather: DevicePtr<i32>,
+        joins: DevicePtrMut<f32>,
+        expert_bytes: u64,
+        tokens: i32,
+        strips: i32,
+        groups: i32,
+        k: i32,
+        strip_tiles: i32,
+        unit_tiles: i32,
+        group_units: i32,
+        x_units: i32,
+        stages: i32,
+        early_tiles: i32,
+        tiles_room: i32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 128);
-// SAFETY: the layout of `SkinnyArgs` in skinny_gemm.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels by format, epilogue and columns (8, 16).
 #[derive(Debug)]

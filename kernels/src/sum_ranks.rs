@@ -1,11 +1,11 @@
 //! Sum of the parts of several ranks, each where its rank left it.
 
-use device::{DevicePtrMut, KernelArgs, LaunchConfig, PeerBuffer, Stream, ViewMut};
+use device::{DevicePtrMut, LaunchConfig, PeerBuffer, Stream, ViewMut};
 use half::bf16;
 
 use crate::Kernels;
 use crate::error::{Checker, Result, int};
-use crate::peers::MAX_RANKS;
+use crate::inbox::MAX_RANKS;
 
 const THREADS: u32 = 256;
 
@@ -21,19 +21,17 @@ pub struct SumRanks<'a> {
     pub out: ViewMut<'a, bf16>,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    parts: [u64; MAX_RANKS],
-    out: DevicePtrMut<bf16>,
-    values: i64,
-    ranks: i32,
-    padding: i32,
+kernel_args! {
+    struct Args = SumRanksArgs in "sum_ranks/sum_ranks.cu" {
+        parts: [u64; MAX_RANKS],
+        out: DevicePtrMut<bf16>,
+        values: i64,
+        ranks: i32,
+        padding: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 88);
-// SAFETY: the layout of `SumRanksArgs` in sum_ranks.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl SumRanks<'_> {
     /// Returns once enqueued.

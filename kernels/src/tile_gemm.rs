@@ -1,17 +1,16 @@
 //! Matrix products with many columns, on the tensor cores: prefill, and decode of large batches.
 
-use device::{DevicePtr, DevicePtrMut, Kernel, KernelArgs, LaunchConfig, Module, Stream, Swizzle, TensorMap, View};
+use device::{DevicePtr, DevicePtrMut, Kernel, LaunchConfig, Module, Stream, Swizzle, TensorMap, View};
 use half::bf16;
 
 use crate::error::{Checker, KernelError, Result, int};
-use crate::pack_weights::{Format, PackedWeights, STRIP_ROWS};
+use crate::pack_weights::{Format, PackedWeights, STEP_K, STRIP_ROWS};
 use crate::{Kernels, Output, Routing, Workspace};
 
 /// Columns of a tile that there are kernels for.
 const WIDTHS: [usize; 4] = [32, 64, 128, 256];
-/// Strips of a tile, values along k of a step, threads of a block: constants of tile_gemm.cu.
+/// Strips of a tile, threads of a block: constants of tile_gemm.cu, whose steps take `STEP_K` values along k.
 const TILE_STRIPS: usize = 8;
-const STEP_K: usize = 64;
 const THREADS: u32 = 384;
 const MAX_STAGES: usize = 12;
 const SHARED_BYTES: usize = 224 * 1024;
@@ -46,30 +45,28 @@ pub struct TileGemm<'a> {
     pub workspace: &'a mut Workspace,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    x: TensorMap,
-    weights: DevicePtr<u8>,
-    scales: DevicePtr<f32>,
-    bias: DevicePtr<bf16>,
-    out: u64,
-    tiles: DevicePtr<[i32; 4]>,
-    num_tiles: DevicePtr<i32>,
-    partials: DevicePtrMut<f32>,
-    counters: DevicePtrMut<u32>,
-    expert_bytes: u64,
-    columns: i32,
-    strips: i32,
-    row_blocks: i32,
-    steps: i32,
-    splits: i32,
-    stages: i32,
+kernel_args! {
+    struct Args = TileArgs in "tile_gemm/tile_gemm.cu" {
+        x: TensorMap,
+        weights: DevicePtr<u8>,
+        scales: DevicePtr<f32>,
+        bias: DevicePtr<bf16>,
+        out: u64,
+        tiles: DevicePtr<[i32; 4]>,
+        num_tiles: DevicePtr<i32>,
+        partials: DevicePtrMut<f32>,
+        counters: DevicePtrMut<u32>,
+        expert_bytes: u64,
+        columns: i32,
+        strips: i32,
+        row_blocks: i32,
+        steps: i32,
+        splits: i32,
+        stages: i32,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 256);
-// SAFETY: the layout of `TileArgs` in tile_gemm.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 /// Kernels by format and epilogue, then by width.
 #[derive(Debug)]
@@ -136,8 +133,8 @@ impl TileGemm<'_> {
     /// Returns once enqueued.
     ///
     /// # Errors
-    /// `Size` if the operands disagree, `Dimension` for tiles of another width, a k that is no multiple of 64 (bf16) or an output that
-    /// the format has no kernel for, `Device` if the launch fails.
+    /// `Size` if the operands disagree, `Dimension` for tiles of another width or an output that the format has no kernel for, `Device`
+    /// if the launch fails.
     pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
         let check = Checker("tile_gemm");
         let weights = self.weights;
@@ -193,7 +190,7 @@ impl TileGemm<'_> {
             ..LaunchConfig::linear(plan.blocks as u32, THREADS)
         };
         // SAFETY: `check` proved that weights, x, bias and out cover every matrix, slot and row; tiles come from a dispatch into
-        // `routing`, whose buffers bound them; what a box has beyond x is zero.
+        // `routing`, whose buffers bound them; what a box has beyond x is zero, and so is what weights are filled up with.
         Ok(unsafe { variants[plan.width].launch(stream, config, &args) }?)
     }
 
@@ -202,8 +199,6 @@ impl TileGemm<'_> {
         let weights = self.weights;
         let columns = self.x.len() / weights.k;
         check.size("x", columns * weights.k, self.x.len())?;
-        let whole_steps = weights.format != Format::Bf16 || weights.k.is_multiple_of(STEP_K);
-        check.dimension("k", weights.k, "a multiple of 64 for bf16 weights", whole_steps)?;
         let (out_len, out_rows, swiglu) = match &self.out {
             Output::Bf16(out) => (out.len(), weights.rows, false),
             Output::F32(out) => (out.len(), weights.rows, false),

@@ -1,6 +1,6 @@
 //! Pages from E4M3 to bf16, for prefill attention.
 
-use device::{DevicePtr, DevicePtrMut, KernelArgs, LaunchConfig, Stream, View};
+use device::{DevicePtr, DevicePtrMut, LaunchConfig, Stream, View};
 
 use crate::Kernels;
 use crate::error::{Checker, Result};
@@ -26,20 +26,18 @@ pub struct UnpackKv<'a> {
     pub out: &'a mut KvCache,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Args {
-    cache: DevicePtr<u8>,
-    out: DevicePtrMut<u8>,
-    pages: DevicePtr<i32>,
-    page_stride: i64,
-    layer_offset: i64,
-    len: i64,
+kernel_args! {
+    struct Args = UnpackKvArgs in "unpack_kv/unpack_kv.cu" {
+        cache: DevicePtr<u8>,
+        out: DevicePtrMut<u8>,
+        pages: DevicePtr<i32>,
+        page_stride: i64,
+        layer_offset: i64,
+        len: i64,
+    }
 }
 
 const _: () = assert!(size_of::<Args>() == 48);
-// SAFETY: the layout of `UnpackKvArgs` in unpack_kv.cu, which asserts the same size.
-unsafe impl KernelArgs for Args {}
 
 impl UnpackKv<'_> {
     /// Returns once enqueued.

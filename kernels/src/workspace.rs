@@ -14,10 +14,10 @@ pub struct Workspace {
     pub(crate) joins: DeviceBuffer<f32>,
 }
 
-/// f32 of partial results: decode attention at batch 128 with 8 KV heads unsplit, or 64 splits of 16 pairs.
-const PARTIALS: usize = 4 << 20;
+/// f32 of partial results: twice what a split `TileGemm` leaves at most, 128 rows of 128 columns for each of 132 multiprocessors.
+pub(crate) const PARTIALS: usize = 4 << 20;
 /// Counters: one for each tile of columns and block of rows of a split product.
-const COUNTERS: usize = 256 << 10;
+pub(crate) const COUNTERS: usize = 256 << 10;
 /// f32 that blocks of `SkinnyGemm` leave to others: a group of 4 strips and 16 columns for each of 256 multiprocessors.
 const JOINS: usize = 1 << 20;
 

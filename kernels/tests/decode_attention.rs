@@ -16,10 +16,13 @@ struct Heads {
 
 const OF_20B: Heads = Heads { query: 64, kv: 8 };
 
-/// Sequences of these context lengths, their keys in shuffled pages; `max_context` decides the number of splits. In both formats.
+/// Sequences of these context lengths, their keys in shuffled pages; `max_context` decides the number of splits. In both formats, with rows of
+/// the page table in the order of queries, and in another that is named.
 fn check(case: &str, contexts: &[i32], heads: Heads, page_tokens: usize, window: Option<usize>, max_context: usize) {
     for format in [KvFormat::Bf16, KvFormat::E4M3] {
-        check_format(case, format, contexts, &heads, page_tokens, window, max_context);
+        for named in [false, true] {
+            check_format(case, (format, named), contexts, &heads, page_tokens, window, max_context);
+        }
     }
 }
 
@@ -36,7 +39,7 @@ fn element(format: KvFormat, x: bf16) -> (f32, Vec<u8>) {
 
 fn check_format(
     case: &str,
-    format: KvFormat,
+    (format, named): (KvFormat, bool),
     contexts: &[i32],
     heads: &Heads,
     page_tokens: usize,
@@ -78,7 +81,15 @@ fn check_format(
     }
     gpu.stream.copy_from_host(cache.pool.view_mut(), &pool).unwrap();
     let (device_q, device_sinks) = (gpu.upload(&q), gpu.upload(&sinks));
-    let (device_contexts, table) = (gpu.upload(contexts), gpu.upload(&order));
+    let device_contexts = gpu.upload(contexts);
+    // Named, a query's row of the table is the one that lies as far from the end, behind one that is nobody's.
+    let row_of = |sequence: usize| if named { batch - sequence } else { sequence };
+    let mut table = vec![i32::MIN; (batch + usize::from(named)) * width];
+    for (sequence, pages) in order.chunks(width).enumerate() {
+        table[row_of(sequence) * width..][..width].copy_from_slice(pages);
+    }
+    let sequences = gpu.upload(&(0..batch).map(|sequence| row_of(sequence) as i32).collect::<Vec<_>>());
+    let table = gpu.upload(&table);
     let mut out = gpu.poisoned::<bf16>(q.len());
     DecodeAttention {
         q: device_q.view(),
@@ -86,7 +97,7 @@ fn check_format(
         cache: &cache,
         layer,
         contexts: device_contexts.view(),
-        sequences: None,
+        sequences: named.then(|| sequences.view()),
         table: PageTable { pages: table.view(), width, first_page: None },
         window,
         max_context,
@@ -118,7 +129,7 @@ fn check_format(
                 shape,
             ),
         };
-        let case = format!("{case}, {format:?}: sequence {sequence}");
+        let case = format!("{case}, {format:?}, named {named}: sequence {sequence}");
         compare(&case, got, &want, DIM, |want, _| relative * want.abs() + absolute);
     }
 }

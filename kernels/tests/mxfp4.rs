@@ -1,6 +1,6 @@
 //! Random MXFP4 matrices for tests.
 
-use kernels::{KernelError, PackMxfp4, PackedWeights};
+use kernels::{Format, KernelError, PackMxfp4, PackedWeights};
 
 use crate::gpu::{Gpu, Random};
 
@@ -34,8 +34,16 @@ impl Mxfp4 {
     }
 
     pub(crate) fn pack(&self, gpu: &Gpu, interleaved: bool) -> Result<PackedWeights, KernelError> {
+        self.pack_as(Format::Mxfp4, gpu, interleaved)
+    }
+
+    /// As MXFP4 or bf16.
+    pub(crate) fn pack_as(&self, format: Format, gpu: &Gpu, interleaved: bool) -> Result<PackedWeights, KernelError> {
         let (values, scales) = (gpu.upload(&self.values), gpu.upload(&self.scales));
-        PackMxfp4 { values: values.view(), scales: scales.view(), shape: self.shape, interleaved }
-            .pack(&gpu.kernels, &gpu.stream)
+        let source = PackMxfp4 { values: values.view(), scales: scales.view(), shape: self.shape, interleaved };
+        match format {
+            Format::Bf16 => source.pack_as_bf16(&gpu.kernels, &gpu.stream),
+            _ => source.pack(&gpu.kernels, &gpu.stream),
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! What ranks do together: all-reduce and all-gather over peer memory, and the sum of parts for ranks that share a GPU.
 //!
-//! Ranks are streams of one thread here. Those that wait for each other in kernels need a GPU each; with fewer, a test says that it
-//! was skipped.
+//! Ranks are streams of one thread here. Those that wait for each other in kernels need a GPU each, which an engine gives them: else
+//! nothing promises that all of them run. Here two have one each, and more share GPUs where their blocks, which are few, all fit a GPU at
+//! once, and so do their streams. Where they do not, a test says that it was skipped.
 
 use device::{Device, DeviceBuffer, Graph, Stream};
 use half::bf16;
@@ -27,27 +28,70 @@ struct Rank {
 
 /// Two ranks; `None`, with the reason printed, without two GPUs.
 fn two_ranks(packet_tokens: usize, bulk_tokens: usize) -> Option<Vec<Rank>> {
+    ranks(2, 1, packet_tokens, bulk_tokens)
+}
+
+/// Tokens that ranks which share a GPU may sum: a block each, of which the largest kernel (384 threads of 108 registers) leaves a
+/// multiprocessor room for one. [`MOST_STREAMS`] ranks have 64 of them; the next kernel's, which may come early, are as many; an H200 has
+/// 132 multiprocessors.
+const SHARED_TOKENS: usize = 16;
+/// Ranks that may share a GPU: half of the queues that a driver has for streams by default. Streams of one queue wait for each other.
+const MOST_STREAMS: usize = 4;
+/// The same where they gather columns: 128 blocks each of 512 threads and 40 registers, 3 of which a multiprocessor has room for, 396 an H200.
+const MOST_GATHERING: usize = 3;
+
+/// So many ranks, of which at most `sharing` share a GPU; `None`, with the reason printed, without so many GPUs.
+fn ranks(count: usize, sharing: usize, packet_tokens: usize, bulk_tokens: usize) -> Option<Vec<Rank>> {
     Gpu::open()?;
-    if device::probe().unwrap() < 2 {
-        skip(2, "one GPU, two are needed");
+    let gpus = (device::probe().unwrap() as usize).min(count);
+    if count > sharing * gpus {
+        let needed = count.div_ceil(sharing);
+        skip(needed as u32, format!("{gpus} GPUs for {count} ranks, of which {sharing} may share one"));
         return None;
     }
-    let sizes = PeerSizes { ranks: 2, hidden: HIDDEN, packet_tokens, bulk_tokens };
-    let parts: Vec<_> = (0..2)
-        .map(|ordinal| {
-            let device = Device::open(ordinal).unwrap();
-            let stream = device.stream().unwrap();
-            let gathered: DeviceBuffer<f32> = stream.zeros(64 * 2 * COLS).unwrap();
-            (Kernels::load(&device).unwrap(), Mailbox::new(&stream, sizes).unwrap(), gathered, stream)
-        })
+    let sizes = PeerSizes { ranks: count, hidden: HIDDEN, packet_tokens, bulk_tokens };
+    let load = |rank: usize| {
+        let device = Device::open((rank % gpus) as u32).unwrap();
+        (device.stream().unwrap(), Kernels::load(&device).unwrap())
+    };
+    let mut parts: Vec<(Stream, Kernels)> = (0..count).map(load).collect();
+    if count > gpus {
+        let stopped = Alarm::new(&parts[0].0).unwrap();
+        stopped.stop();
+        let mut ranks = connect(parts, sizes, &stopped);
+        ranks.iter_mut().for_each(warm_up);
+        parts = ranks.into_iter().map(|rank| (rank.stream, rank.kernels)).collect();
+    }
+    let alarm = Alarm::new(&parts[0].0).unwrap();
+    Some(connect(parts, sizes, &alarm))
+}
+
+fn connect(parts: Vec<(Stream, Kernels)>, sizes: PeerSizes, alarm: &Alarm) -> Vec<Rank> {
+    let own: Vec<(Mailbox, DeviceBuffer<f32>)> = parts
+        .iter()
+        .map(|(stream, _)| (Mailbox::new(stream, sizes).unwrap(), stream.zeros(64 * sizes.ranks * COLS).unwrap()))
         .collect();
-    let addresses: Vec<MailboxAddress> = parts.iter().map(|(_, own, gathered, _)| own.address(gathered)).collect();
-    let alarm = Alarm::new(&parts[0].3).unwrap();
-    let rank = |(rank, (kernels, own, gathered, stream)): (usize, (Kernels, Mailbox, DeviceBuffer<f32>, Stream))| {
+    let addresses: Vec<MailboxAddress> = own.iter().map(|(own, gathered)| own.address(gathered)).collect();
+    let rank = |(rank, ((stream, kernels), (own, gathered)))| {
         let group = PeerGroup::new(&stream, rank, own, &addresses, alarm.clone()).unwrap();
         Rank { stream, kernels, group, gathered }
     };
-    Some(parts.into_iter().enumerate().map(rank).collect())
+    parts.into_iter().zip(own).enumerate().map(rank).collect()
+}
+
+/// A kernel is loaded when it is first launched, behind whatever runs on its device: where ranks share one, behind a kernel that waits for
+/// this very one. So each is launched before, among ranks that have been told not to wait.
+fn warm_up(rank: &mut Rank) {
+    let (row, weight) = (vec![bf16::ZERO; HIDDEN], vec![bf16::ONE; HIDDEN]);
+    let mut own = Operands::new(&rank.stream, &mut Random::new(), 1, &row, &weight);
+    for exchange in [Exchange::Packets, Exchange::Bulk] {
+        enqueue(rank, &mut own, 1, false, exchange, true);
+    }
+    let part = rank.stream.zeros(COLS).unwrap();
+    AllGather { part: part.view(), rows: 1, first_col: 0, pitch: COLS }
+        .enqueue(&mut rank.group, &rank.kernels, &rank.stream)
+        .unwrap();
+    rank.stream.synchronize().unwrap();
 }
 
 /// Operands of one rank.
@@ -146,9 +190,13 @@ fn enqueue(rank: &mut Rank, operands: &mut Operands, tokens: usize, experts: boo
     .unwrap();
 }
 
-/// Sum, sum with norm; values and experts' outputs; several times over, so that turns and epochs are met.
 fn all_reduce(exchange: Exchange, tokens: usize) {
     let Some(mut ranks) = two_ranks(128, 2048) else { return };
+    all_reduce_over(&mut ranks, exchange, tokens);
+}
+
+/// Sum, sum with norm; values and experts' outputs; several times over, so that turns and epochs are met.
+fn all_reduce_over(ranks: &mut [Rank], exchange: Exchange, tokens: usize) {
     let mut random = Random::new();
     for (experts, norm) in [(false, false), (false, true), (true, true), (true, false), (false, true)] {
         let (residual, weight) = (random.bf16(tokens * HIDDEN, 3.0), random.bf16(HIDDEN, 1.0));
@@ -184,6 +232,19 @@ fn packets_of_one_token() {
 #[test]
 fn packets_of_many_tokens() {
     all_reduce(Exchange::Packets, 128);
+}
+
+/// Decode's default is four ranks.
+#[test]
+fn four_and_eight_ranks() {
+    for count in [4, 8] {
+        let Some(mut ranks) = ranks(count, MOST_STREAMS, SHARED_TOKENS, SHARED_TOKENS) else { return };
+        for exchange in [Exchange::Packets, Exchange::Bulk] {
+            for tokens in [1, 5, SHARED_TOKENS] {
+                all_reduce_over(&mut ranks, exchange, tokens);
+            }
+        }
+    }
 }
 
 #[test]
@@ -273,21 +334,29 @@ fn a_lost_rank_does_not_hold_the_others() {
 
 #[test]
 fn columns_of_all_ranks_come_together_on_each() {
-    let Some(mut ranks) = two_ranks(1, 1) else { return };
-    let mut random = Random::new();
+    for count in [2, 4, 8] {
+        let sharing = if count == 2 { 1 } else { MOST_GATHERING };
+        let Some(mut ranks) = ranks(count, sharing, 1, 1) else { return };
+        gather_columns(&mut ranks);
+    }
+}
+
+fn gather_columns(ranks: &mut [Rank]) {
+    let (mut random, count) = (Random::new(), ranks.len());
     for rows in [1, 7, 64] {
-        let parts: Vec<Vec<f32>> = (0..2).map(|_| (0..rows * COLS).map(|_| random.normal(1.0)).collect()).collect();
+        let column = |random: &mut Random| -> Vec<f32> { (0..rows * COLS).map(|_| random.normal(1.0)).collect() };
+        let parts: Vec<Vec<f32>> = (0..count).map(|_| column(&mut random)).collect();
         let uploaded: Vec<_> = ranks.iter().zip(&parts).map(|(rank, part)| rank.stream.upload(part).unwrap()).collect();
         for (idx, (rank, part)) in ranks.iter_mut().zip(&uploaded).enumerate() {
-            AllGather { part: part.view(), rows, first_col: idx * COLS, pitch: 2 * COLS }
+            AllGather { part: part.view(), rows, first_col: idx * COLS, pitch: count * COLS }
                 .enqueue(&mut rank.group, &rank.kernels, &rank.stream)
                 .unwrap();
         }
-        for rank in &ranks {
-            let got = rank.stream.download(rank.gathered.slice(..rows * 2 * COLS)).unwrap();
+        for rank in &*ranks {
+            let got = rank.stream.download(rank.gathered.slice(..rows * count * COLS)).unwrap();
             for row in 0..rows {
                 for (idx, part) in parts.iter().enumerate() {
-                    let first = (row * 2 + idx) * COLS;
+                    let first = (row * count + idx) * COLS;
                     assert!(got[first..first + COLS] == part[row * COLS..(row + 1) * COLS], "row {row} of rank {idx}");
                 }
             }

@@ -193,6 +193,56 @@ fn temperature() {
     check("tiny vocabulary", 5, 1.0, SampleRow { temperature: 1.0, ..SampleRow::default() });
 }
 
+/// The inverse of a subnormal temperature is infinite, and the greatest logit's distance 0 times it.
+#[test]
+fn the_coldest_draws_are_greedy() {
+    let Some(gpu) = Gpu::open() else { return };
+    let mut random = Random::new();
+    let warm = SampleRow { bias_count: 1, ..SampleRow::default() };
+    let penalised = SampleRow {
+        presence_penalty: 0.7,
+        frequency_penalty: 0.3,
+        repetition_penalty: 1.3,
+        counts_row: 0,
+        mask_row: 0,
+        ..warm
+    };
+    for temperature in [1e-40, f32::from_bits(1), f32::MIN_POSITIVE] {
+        for row in [warm, penalised] {
+            let cold = SampleRow { temperature, ..row };
+            let all = SampleRow { top_k: 5000, top_p: 0.9, min_p: 0.1, ..cold };
+            let rows = [
+                cold,
+                SampleRow { top_p: 0.9, ..cold },
+                SampleRow { top_k: 50, ..cold },
+                SampleRow { top_k: 5000, ..cold },
+                SampleRow { min_p: 0.1, ..cold },
+                all,
+            ];
+            for row in rows {
+                let mut inputs = Inputs::new(VOCAB, vec![SampleRow { temperature: 0.0, ..row }, row]);
+                inputs.counts = (0..VOCAB).map(|_| random.below(4) as u16).collect();
+                inputs.masks = (0..VOCAB.div_ceil(32)).map(|_| random.next() as u32).collect();
+                // Lifted above all others: of equal logits greedy takes the first, and a draw any.
+                inputs.biases = vec![(random.below(VOCAB) as i32, 40.0)];
+                inputs.masks[inputs.biases[0].0 as usize / 32] = u32::MAX;
+                let logits: Vec<f32> = (0..VOCAB).map(|_| random.normal(3.0)).collect();
+                // A row that counts changes the counts, so each has its own.
+                let draw = |i: usize| {
+                    let mut alone = Inputs::new(VOCAB, vec![inputs.rows[i]]);
+                    (alone.counts, alone.masks) = (inputs.counts.clone(), inputs.masks.clone());
+                    alone.biases = inputs.biases.clone();
+                    sample(&gpu, &logits, &alone)
+                };
+                let (greedy, drawn) = (draw(0), draw(1));
+                assert_eq!(greedy.tokens, [inputs.biases[0].0], "{row:?}");
+                assert_eq!((drawn.status, drawn.tokens), (greedy.status, greedy.tokens), "{row:?}");
+                assert_eq!(drawn.counts, greedy.counts, "{row:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn top_k() {
     for k in [1, 2, 50, 5000] {
@@ -289,14 +339,22 @@ fn logprobs_are_those_of_the_raw_logits() {
 fn broken_rows_say_so_and_spare_the_others() {
     let Some(gpu) = Gpu::open() else { return };
     let row = SampleRow { temperature: 1.0, ..SampleRow::default() };
-    let mut inputs = Inputs::new(VOCAB, vec![row; 4]);
+    let mut inputs = Inputs::new(VOCAB, vec![row; 7]);
     inputs.rows[3].mask_row = 0;
     inputs.masks = vec![0; VOCAB.div_ceil(32)];
-    let mut logits = vec![0.0; 4 * VOCAB];
+    let mut logits = vec![0.0; 7 * VOCAB];
     logits[VOCAB - 1] = f32::NAN;
     logits[VOCAB..2 * VOCAB].fill(f32::NEG_INFINITY);
+    logits[4 * VOCAB + 77] = f32::INFINITY;
+    (inputs.rows[5].top_p, inputs.rows[5].logprobs) = (0.9, 5);
+    logits[5 * VOCAB + 77] = f32::INFINITY;
+    // Finite as it comes in: the penalty makes it infinite.
+    (inputs.rows[6].counts_row, inputs.rows[6].repetition_penalty) = (0, 1e-3);
+    inputs.counts = vec![1; VOCAB];
+    logits[6 * VOCAB + 77] = f32::MAX;
     let outcome = sample(&gpu, &logits, &inputs);
     use SampleStatus::{Drawn, NotANumber, NothingAllowed};
-    assert_eq!(outcome.status, [NotANumber, NothingAllowed, Drawn, NothingAllowed].map(|status| status as u32));
+    let want = [NotANumber, NothingAllowed, Drawn, NothingAllowed, NotANumber, NotANumber, NotANumber];
+    assert_eq!(outcome.status, want.map(|status| status as u32));
     assert!(outcome.tokens.iter().all(|token| (0..VOCAB as i32).contains(token)));
 }

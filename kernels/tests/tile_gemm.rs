@@ -1,7 +1,7 @@
 //! Products with many columns: dense and grouped, bf16 and MXFP4.
 
 use half::bf16;
-use kernels::{Dispatch, GatherRows, Output, Routing, TileGemm, pack_bf16};
+use kernels::{Dispatch, Format, GatherRows, Output, Routing, TileGemm, pack_bf16};
 use model::reference;
 
 use crate::gpu::{BF16_ROUNDING, Gpu, Random, sum_error, widen};
@@ -125,8 +125,19 @@ fn the_same_bits_every_time() {
     }
 }
 
-/// Dispatch, gather, gate and up with SwiGLU, down; each product checked on the inputs that it was given.
 fn check_experts(case: &str, picks: &[i32], num_experts: usize, tile_slots: usize, hidden: usize, units: usize) {
+    check_experts_as(Format::Mxfp4, case, picks, num_experts, tile_slots, [hidden, units]);
+}
+
+/// Dispatch, gather, gate and up with SwiGLU, down; each product checked on the inputs that it was given.
+fn check_experts_as(
+    format: Format,
+    case: &str,
+    picks: &[i32],
+    num_experts: usize,
+    tile_slots: usize,
+    [hidden, units]: [usize; 2],
+) {
     let Some(mut gpu) = Gpu::open() else { return };
     let mut random = Random::new();
     let (tokens, slots) = (picks.len() / TOP, picks.len());
@@ -134,7 +145,8 @@ fn check_experts(case: &str, picks: &[i32], num_experts: usize, tile_slots: usiz
     let down = Mxfp4::random(&mut random, [num_experts, hidden, units]);
     let (gate_up_bias, down_bias) = (random.bf16(num_experts * 2 * units, 1.0), random.bf16(num_experts * hidden, 1.0));
     let x = random.bf16(tokens * hidden, 0.3);
-    let (packed_gate_up, packed_down) = (gate_up.pack(&gpu, true).unwrap(), down.pack(&gpu, false).unwrap());
+    let pack = |matrix: &Mxfp4, interleaved| matrix.pack_as(format, &gpu, interleaved).unwrap();
+    let (packed_gate_up, packed_down) = (pack(&gate_up, true), pack(&down, false));
 
     let mut routing = Routing::new(&gpu.stream, tokens, TOP, num_experts, tile_slots).unwrap();
     let experts = gpu.upload(picks);
@@ -232,4 +244,20 @@ fn real_experts() {
 fn a_shard_whose_k_ends_within_a_tile() {
     let mut random = Random::new();
     check_experts("shard", &picks(&mut random, 50, 6), 6, 32, 320, 96);
+}
+
+/// bf16 tiles are half a step: 1440 and 736 units are what two and four ranks have of an expert of gpt-oss.
+#[test]
+fn a_shard_whose_k_ends_within_a_step() {
+    for columns in [17, 33, 65, 129, 257] {
+        for k in [32, 96, 736, 1440] {
+            check_dense("half a step", columns, 144, k);
+        }
+    }
+    let picks = picks(&mut Random::new(), 300, 6);
+    for tile_slots in [32, 64, 128, 256] {
+        for units in [736, 1440] {
+            check_experts_as(Format::Bf16, "bf16 shard", &picks, 6, tile_slots, [320, units]);
+        }
+    }
 }

@@ -6,11 +6,7 @@
 // orders it all. Bound by NVLink: rows x cols x 4 bytes to each other rank.
 #include "../ptx/peer.cuh"
 
-namespace {
-
-constexpr int MAX_RANKS = 8;
-
-}  // namespace
+using ptx::MAX_RANKS;
 
 struct AllGatherArgs {
     const float* part;

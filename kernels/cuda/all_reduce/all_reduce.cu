@@ -104,7 +104,7 @@ __device__ void packets(const AllReduceArgs& args) {
     for (int r = 0; r < RANKS; ++r) exchange::add(sum, parts[r]);
     __syncthreads();  // all have read the epoch
     if (threadIdx.x == 0) args.epochs[token] = epoch;
-    finish(args, token, first, used, ptx::pack8(sum), norm_weight, residual);
+    finish(args, token, first, used, rows::pack8(sum), norm_weight, residual);
 }
 
 template <int RANKS>
@@ -156,7 +156,7 @@ __device__ void bulk(const AllReduceArgs& args) {
                 exchange::add(sum, make_uint4(words[r][0], words[r][0] >> 32, words[r][1], words[r][1] >> 32));
             }
         }
-        finish(args, token, first, used, ptx::pack8(sum), norm_weight, residual);
+        finish(args, token, first, used, rows::pack8(sum), norm_weight, residual);
     }
 }
 

@@ -3,7 +3,7 @@
 //
 // y [slots, hidden] bf16; weight [tokens, TOP] f32; slot [tokens, TOP] i32, negative where the expert is on another rank.
 // Experts are added in the order of their rank j, so the sum does not depend on dispatch. Block = one token, thread = 8 values.
-#include "../ptx/block_reduce.cuh"
+#include "../rows/rows.cuh"
 
 struct CombineArgs {
     const __nv_bfloat16* y;
@@ -46,21 +46,21 @@ __device__ void combine(const CombineArgs& args) {
         if (j >= args.top) break;
         const float weight = args.weight[blockIdx.x * args.top + j];
         float values[8];
-        ptx::unpack8(y[j], values);
+        rows::unpack8(y[j], values);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, values[i], sum[i]);
     }
-    const uint4 delta = ptx::pack8(sum);
+    const uint4 delta = rows::pack8(sum);
     if (!args.residual) {
         if (used) *reinterpret_cast<uint4*>(args.out + at) = delta;
         return;
     }
     uint4 x = make_uint4(0, 0, 0, 0);
     if (used) {
-        x = ptx::add8(*reinterpret_cast<const uint4*>(args.residual + at), delta);
+        x = rows::add8(*reinterpret_cast<const uint4*>(args.residual + at), delta);
         *reinterpret_cast<uint4*>(args.residual + at) = x;
     }
-    const uint4 normed = ptx::block_norm(x, norm_weight, args.hidden, args.eps);
+    const uint4 normed = rows::block_norm(x, norm_weight, args.hidden, args.eps);
     if (used) *reinterpret_cast<uint4*>(args.out + at) = normed;
 }
 

@@ -17,15 +17,10 @@
 // transposes pairs of bytes: a product over 8 columns has the even dims of 16, the next one the odd ones.
 //
 // Shared memory: 4 warps x 3 tiles x 8 KB (E4M3: 4 KB); two (four) blocks a multiprocessor.
-#include "../ptx/block_reduce.cuh"
 #include "../ptx/e4m3.cuh"
 
-struct alignas(128) TensorMap {
-    uint8_t bytes[128];
-};
-
 struct DecodeAttentionArgs {
-    TensorMap cache;
+    ptx::TensorMap cache;
     const __nv_bfloat16* q;
     const __nv_bfloat16* sinks;
     __nv_bfloat16* out;
@@ -49,8 +44,7 @@ static_assert(sizeof(DecodeAttentionArgs) == 256);
 namespace {
 
 constexpr int WARPS = 4, STAGES = 3, TILE = 32, DIM = 64, GROUP = 8;
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float SCALE = LOG2E / 8.0f;
+constexpr float SCALE = ptx::LOG2E / 8.0f;
 
 enum class Cache { BF16, E4M3 };
 
@@ -370,7 +364,7 @@ __device__ __forceinline__ void run(const DecodeAttentionArgs& args) {
 
     const int group = args.q_heads / args.kv_heads, head = threadIdx.x / 16, piece = threadIdx.x % 16;
     const int64_t pair = static_cast<int64_t>(sequence) * args.kv_heads + kv_head;
-    const float sink = head < group ? __bfloat162float(args.sinks[kv_head * group + head]) * LOG2E : 0.0f;
+    const float sink = head < group ? __bfloat162float(args.sinks[kv_head * group + head]) * ptx::LOG2E : 0.0f;
     float top, sum;
     const float4 block_out = merge<true>(parts, GROUP * PART, WARPS, splits == 1 ? sink : -INFINITY, top, sum);
     if (splits == 1) {

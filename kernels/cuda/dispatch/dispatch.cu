@@ -8,7 +8,7 @@
 //
 // One block: the pairs are read twice, each warp its own run of them, so that places follow the order of tokens whatever the
 // timing. Shared memory: 32 warps x experts counts (at most 128), 16 KB. Bound by latency.
-#include "../ptx/block_reduce.cuh"
+#include "../ptx/ptx.cuh"
 
 struct DispatchArgs {
     const int32_t* experts;

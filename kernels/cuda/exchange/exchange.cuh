@@ -3,12 +3,12 @@
 // A packet is 32 bits of data and the number of the exchange, in a word that is written whole: data and their arrival are one, so
 // one way over NVLink and no fence, at twice the bytes. Thread = 8 values of a token, 4 packets.
 #pragma once
-#include "../ptx/block_reduce.cuh"
 #include "../ptx/peer.cuh"
+#include "../rows/rows.cuh"
 
 namespace exchange {
 
-constexpr int MAX_RANKS = 8;
+using ptx::MAX_RANKS;
 constexpr int LOADS = 4;          // outputs of experts that a thread has on their way at once
 constexpr int MAX_THREADS = 512;  // hidden is at most 8 times that
 
@@ -29,12 +29,12 @@ __device__ __forceinline__ uint4 weighted_sum(const Args& args, int token, int f
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {  // beyond `top`, zeros are added
             float values[8];
-            ptx::unpack8(y[i], values);
+            rows::unpack8(y[i], values);
 #pragma unroll
             for (int k = 0; k < 8; ++k) sum[k] = fmaf(weight[i], values[k], sum[k]);
         }
     }
-    return ptx::pack8(sum);
+    return rows::pack8(sum);
 }
 
 // This thread's part of norm(residual + delta), of which the residual is written to its place: `token` of Args' `residual`, [tokens,
@@ -44,15 +44,15 @@ __device__ __forceinline__ uint4 add_norm(const Args& args, int token, int first
                                           const uint4& norm_weight, const uint4& residual) {
     uint4 x = make_uint4(0, 0, 0, 0);
     if (used) {
-        x = ptx::add8(residual, delta);
+        x = rows::add8(residual, delta);
         *reinterpret_cast<uint4*>(args.residual + static_cast<int64_t>(token) * args.hidden + first) = x;
     }
-    return ptx::block_norm(x, norm_weight, args.hidden, args.eps);
+    return rows::block_norm(x, norm_weight, args.hidden, args.eps);
 }
 
 __device__ __forceinline__ void add(float (&sum)[8], const uint4& part) {
     float values[8];
-    ptx::unpack8(part, values);
+    rows::unpack8(part, values);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] += values[i];
 }

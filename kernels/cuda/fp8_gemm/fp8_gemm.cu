@@ -18,12 +18,8 @@
 #include "../packed/fp8.cuh"
 #include "../ptx/wgmma_fp8.cuh"
 
-struct alignas(128) TensorMap {
-    uint8_t bytes[128];
-};
-
 struct Fp8Args {
-    TensorMap x;
+    ptx::TensorMap x;
     const uint8_t* weights;
     const float* weight_scales;
     const float* x_scales;
@@ -46,7 +42,7 @@ static_assert(sizeof(Fp8Args) == 256);
 
 namespace {
 
-enum class Epilogue { BF16, F32, SWIGLU };
+using packed::Epilogue;
 
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128, MAX_STAGES = 8;
 constexpr int TILE_SLOTS = 128, TILE_GROUPS = 4, GROUP_ROWS = 64, GROUP_BYTES = 4096;

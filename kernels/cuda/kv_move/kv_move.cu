@@ -14,8 +14,9 @@ struct KvMoveArgs {
 };
 static_assert(sizeof(KvMoveArgs) == 32);
 
-constexpr int kThreads = 512;
-constexpr int kUnroll = 8;
+namespace {
+
+constexpr int THREADS = 512, UNROLL = 8;
 
 // Every bit of the word, and its place, changes about half of the sum's bits.
 __device__ __forceinline__ uint32_t mix(uint32_t word, uint32_t place) {
@@ -30,24 +31,24 @@ __device__ __forceinline__ uint32_t mix4(uint4 words, int at) {
     return mix(words.x, place) + mix(words.y, place + 1) + mix(words.z, place + 2) + mix(words.w, place + 3);
 }
 
-template <bool kToPages>
+template <bool TO_PAGES>
 __device__ __forceinline__ void kv_move(const KvMoveArgs& args) {
-    __shared__ uint32_t partial[kThreads / 32];
+    __shared__ uint32_t partial[THREADS / 32];
     for (int piece = blockIdx.x; piece < args.num_pieces; piece += gridDim.x) {
         uint4* pages = reinterpret_cast<uint4*>(args.pieces[piece]);
         uint4* staging = args.staging + static_cast<int64_t>(piece) * args.piece_words;
-        const uint4* from = kToPages ? staging : pages;
-        uint4* to = kToPages ? pages : staging;
+        const uint4* from = TO_PAGES ? staging : pages;
+        uint4* to = TO_PAGES ? pages : staging;
         uint32_t sum = 0;
-        for (int start = threadIdx.x; start < args.piece_words; start += kThreads * kUnroll) {
-            uint4 words[kUnroll];
+        for (int start = threadIdx.x; start < args.piece_words; start += THREADS * UNROLL) {
+            uint4 words[UNROLL];
 #pragma unroll
-            for (int u = 0; u < kUnroll; u++) {
-                if (start + u * kThreads < args.piece_words) words[u] = __ldcs(from + start + u * kThreads);
+            for (int u = 0; u < UNROLL; ++u) {
+                if (start + u * THREADS < args.piece_words) words[u] = __ldcs(from + start + u * THREADS);
             }
 #pragma unroll
-            for (int u = 0; u < kUnroll; u++) {
-                const int at = start + u * kThreads;
+            for (int u = 0; u < UNROLL; ++u) {
+                const int at = start + u * THREADS;
                 if (at < args.piece_words) {
                     to[at] = words[u];
                     if (args.checksums != nullptr) sum += mix4(words[u], at);
@@ -60,7 +61,7 @@ __device__ __forceinline__ void kv_move(const KvMoveArgs& args) {
             if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
             __syncthreads();
             if (threadIdx.x == 0) {
-                for (int warp = 1; warp < kThreads / 32; warp++) sum += partial[warp];
+                for (int warp = 1; warp < THREADS / 32; ++warp) sum += partial[warp];
                 args.checksums[piece] = sum;
             }
             __syncthreads();
@@ -68,10 +69,12 @@ __device__ __forceinline__ void kv_move(const KvMoveArgs& args) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) kv_gather(const __grid_constant__ KvMoveArgs args) {
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) kv_gather(const __grid_constant__ KvMoveArgs args) {
     kv_move<false>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) kv_scatter(const __grid_constant__ KvMoveArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS) kv_scatter(const __grid_constant__ KvMoveArgs args) {
     kv_move<true>(args);
 }

@@ -3,7 +3,8 @@
 // A matrix [rows, k] is cut into strips of 16 rows, and those into groups of 4; the last group may have fewer. A group is contiguous:
 // for each tile along k, its strips' tiles one after the other. So any run along k of a group is one contiguous copy. Within a
 // tile, lane (g = lane / 4, t = lane % 4) of a warp finds its A fragments of mma.m16n8k16 (and of wgmma m64k16, where each warp
-// owns 16 rows) in one or two 16-byte words: rows g and g+8.
+// owns 16 rows) in one or two 16-byte words: rows g and g+8. Along k a matrix is filled up with zeros to a multiple of 64, the step of
+// tile_gemm.cu: a strip of Bf16 has an even number of tiles.
 //
 //   Bf16   16 x 32 values, 1024 bytes: [k16 step][lane] of 16 bytes {a0, a1, a2, a3}.
 //   Mxfp4  16 x 64 values, 544 bytes: [lane] of 16 bytes {row g block 0, row g+8 block 0, row g block 1, row g+8 block 1}, each

@@ -15,15 +15,10 @@
 // 2^64, the tile is done again, with its maximum.
 //
 // Persistent, longest rows first; the producer runs ahead into the next rows. Shared memory: 5 stages of 32 KB, and 24 KB of queries.
-#include "../ptx/block_reduce.cuh"
 #include "../ptx/wgmma.cuh"
 
-struct alignas(128) TensorMap {
-    uint8_t bytes[128];
-};
-
 struct PrefillAttentionArgs {
-    TensorMap cache;
+    ptx::TensorMap cache;
     const __nv_bfloat16* q;
     const __nv_bfloat16* sinks;
     __nv_bfloat16* out;
@@ -48,8 +43,7 @@ constexpr int DIM = 64, KEYS = 128, WARPGROUPS = 3, ROWS = 64 * WARPGROUPS, STAG
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
 constexpr int PLANE_BYTES = KEYS * DIM * 2, STAGE_BYTES = 2 * PLANE_BYTES, QUERY_BYTES = 64 * DIM * 2;  // a warpgroup's
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float SCALE = LOG2E / 8.0f;
+constexpr float SCALE = ptx::LOG2E / 8.0f;
 constexpr float SUM_MAX = 18446744073709551616.0f;  // 2^64
 // Named barriers: of all consumers, of each warpgroup's turn, and of each warpgroup.
 constexpr int ALL = 1, TURN = 2, OWN = TURN + WARPGROUPS;
@@ -150,7 +144,7 @@ __device__ void write_rows(const PrefillAttentionArgs& args, const Span& span, c
         sum += __shfl_xor_sync(~0u, sum, 2);
         const int row = Rows::row(half), token = span.first_token + (row >> args.group_bits);
         if (token >= args.tokens) continue;
-        const float sink = __bfloat162float(args.sinks[head_of(args, span.kv_head, row)]) * LOG2E, own = rows.max[half] * SCALE;
+        const float sink = __bfloat162float(args.sinks[head_of(args, span.kv_head, row)]) * ptx::LOG2E, own = rows.max[half] * SCALE;
         const float top = fmaxf(own, sink), weight = ptx::exp2_approx(own - top);
         const float scale = weight / (sum * weight + ptx::exp2_approx(sink - top));
         uint32_t* words = reinterpret_cast<uint32_t*>(args.out + offset_of(args, span.kv_head, token, row));

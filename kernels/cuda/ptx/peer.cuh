@@ -4,6 +4,8 @@
 
 namespace ptx {
 
+constexpr int MAX_RANKS = 8;  // of a group
+
 __device__ __forceinline__ uint32_t load_system(const uint32_t* p) {
     uint32_t value;
     asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

@@ -132,6 +132,11 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                  : "memory");
 }
 
+// What the driver made of a matrix for the copy engine; passed by value among the arguments, and named by its address there.
+struct alignas(128) TensorMap {
+    uint8_t bytes[128];
+};
+
 // Box of a tensor map whose first element is (row, col).
 __device__ __forceinline__ void tensor_copy(void* shared, const void* map, int32_t col, int32_t row, uint64_t* barrier) {
     asm volatile(
@@ -139,11 +144,6 @@ __device__ __forceinline__ void tensor_copy(void* shared, const void* map, int32
             shared_address(shared)),
         "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
         : "memory");
-}
-
-// Brings a line towards the L2 cache.
-__device__ __forceinline__ void prefetch_l2(const void* global) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
@@ -216,6 +216,9 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
 }
 
 // --- arithmetic --------------------------------------------------------------------------------------------------------
+
+// e^x = 2^(LOG2E x).
+constexpr float LOG2E = 1.4426950408889634f;
 
 // 2^x, two ulp.
 __device__ __forceinline__ float exp2_approx(float x) {

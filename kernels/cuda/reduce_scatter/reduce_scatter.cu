@@ -90,7 +90,7 @@ __device__ void reduce_scatter(const ReduceScatterArgs& args) {
 #pragma unroll
             for (int r = 0; r < RANKS; ++r) exchange::add(sum, parts[r]);
             const uint4 normed =
-                exchange::add_norm(args, token - begin, first, used, ptx::pack8(sum), norm_weight, residual);
+                exchange::add_norm(args, token - begin, first, used, rows::pack8(sum), norm_weight, residual);
             if (used) *reinterpret_cast<uint4*>(args.out + at) = normed;
         }
         __syncthreads();  // all have read the epoch

@@ -3,7 +3,7 @@
 // residual, delta, out [tokens, hidden] bf16 row-major; w [hidden] bf16. delta may be null. The weight multiplies in f32, before
 // the cast. Block = one token, thread = 8 values held in registers: one read and one write of each. Bound by memory for many
 // tokens, by latency for one; the weight is fetched before the preceding kernel is waited for.
-#include "../ptx/block_reduce.cuh"
+#include "../rows/rows.cuh"
 
 struct RmsNormArgs {
     __nv_bfloat16* residual;
@@ -28,10 +28,10 @@ extern "C" __global__ void __launch_bounds__(1024) rmsnorm(const __grid_constant
     if (used) {
         x = *reinterpret_cast<const uint4*>(args.residual + at);
         if (args.delta) {
-            x = ptx::add8(x, *reinterpret_cast<const uint4*>(args.delta + at));
+            x = rows::add8(x, *reinterpret_cast<const uint4*>(args.delta + at));
             *reinterpret_cast<uint4*>(args.residual + at) = x;
         }
     }
-    const uint4 normed = ptx::block_norm(x, weight, args.hidden, args.eps);
+    const uint4 normed = rows::block_norm(x, weight, args.hidden, args.eps);
     if (used) *reinterpret_cast<uint4*>(args.out + at) = normed;
 }

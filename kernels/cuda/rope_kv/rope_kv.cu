@@ -8,7 +8,7 @@
 //
 // Half-split form: channel i pairs with i + dim / 2. Block = one token; a thread takes 8 channels and their partners of one query or
 // key head, or 16 channels of a value head. Reads and writes each value once; bound by memory, for one token by latency.
-#include "../ptx/block_reduce.cuh"
+#include "../rows/rows.cuh"
 #include "../ptx/e4m3.cuh"
 
 struct RopeKvArgs {
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(1024) rope_kv(const __grid_constant
     uint4 first = *reinterpret_cast<const uint4*>(in), second = *reinterpret_cast<const uint4*>(in + half);
     const bool is_value = head >= args.q_heads + args.kv_heads;
     float a[8], b[8];
-    ptx::unpack8(first, a), ptx::unpack8(second, b);
+    rows::unpack8(first, a), rows::unpack8(second, b);
     if (!is_value) {
         const float2* angle = args.angles + static_cast<int64_t>(max(position, 0)) * half + channel;
 #pragma unroll
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(1024) rope_kv(const __grid_constant
             a[i] = x * cos_sin.x - y * cos_sin.y;
             b[i] = y * cos_sin.x + x * cos_sin.y;
         }
-        first = ptx::pack8(a), second = ptx::pack8(b);
+        first = rows::pack8(a), second = rows::pack8(b);
     }
     __nv_bfloat16* out;
     if (head < args.q_heads) {

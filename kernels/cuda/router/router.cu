@@ -9,7 +9,8 @@
 // preceding kernel: a warp holds its part in registers before it waits, and keeps it for all tokens. Block 0 adds the partial
 // logits in order of rank and finds the top: a warp a token. Up to 8 tokens are one cluster's, whose block 0 can then do what dispatch.cu
 // does as well: which token goes where. Tokens that only fill a batch up choose expert -1, which no rank has. Shared memory: 8 KB.
-#include "../ptx/block_reduce.cuh"
+#include "../ptx/order.cuh"
+#include "../rows/rows.cuh"
 
 struct RouterArgs {
     const __nv_bfloat16* x;
@@ -42,13 +43,6 @@ constexpr int WARPS = 8;
 constexpr int TOKENS = 8;          // of a cluster
 constexpr int MAX_EXPERTS = 128;
 
-// Order of floats as unsigned numbers, then lower index first: one maximum finds the winner.
-__device__ __forceinline__ uint64_t rank_key(float logit, int expert) {
-    const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are equal
-    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~expert);
-}
-
 // By one warp. `logit_of(expert)` is the token's unrounded logit. Returns its lane's expert, if lane < top.
 template <class LogitOf>
 __device__ int choose(const RouterArgs& args, int token, LogitOf logit_of) {
@@ -63,7 +57,7 @@ __device__ int choose(const RouterArgs& args, int token, LogitOf logit_of) {
         if (expert >= args.num_experts) continue;
         value[i] = logit_of(expert);
         if (args.round_bf16) value[i] = __bfloat162float(__float2bfloat16(value[i]));
-        key[i] = rank_key(value[i], expert);
+        key[i] = ptx::order_key(value[i], expert);
     }
     float mine = 0.0f, top_logit = 0.0f;  // lane j keeps the j-th
     int winner = 0;
@@ -73,7 +67,7 @@ __device__ int choose(const RouterArgs& args, int token, LogitOf logit_of) {
         for (int i = 0; i < MAX_EXPERTS / 32; ++i) best = max(best, key[i]);
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) best = max(best, __shfl_xor_sync(~0u, best, lanes));
-        const int expert = static_cast<int>(~static_cast<uint32_t>(best));
+        const int expert = ptx::key_number(best);
         float logit = 0.0f;
 #pragma unroll
         for (int i = 0; i < MAX_EXPERTS / 32; ++i) {
@@ -84,7 +78,7 @@ __device__ int choose(const RouterArgs& args, int token, LogitOf logit_of) {
         if (lane == j) mine = logit, winner = expert;
     }
     const float weight = lane < args.top ? expf(mine - top_logit) : 0.0f;
-    float share = weight / ptx::warp_sum(weight);
+    float share = weight / rows::warp_sum(weight);
     if (args.round_bf16) share = __bfloat162float(__float2bfloat16(share));
     if (!chooses) winner = -1, share = 0.0f;
     if (lane < args.top) {

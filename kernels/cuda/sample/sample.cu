@@ -9,9 +9,12 @@
 // histogram passes of 10 bits each. Where top-k or top-p leaves few tokens, one pass finds them, and block 0 sorts them and goes on
 // alone. Without top-k and top-p the running sum follows the ids, in one pass.
 //
-// A row whose logits hold a NaN, or of which nothing is allowed, reports it in `status`; its token is 0.
+// A row whose logits are not all numbers below infinity, or of which nothing is allowed, reports it in `status`; its token is 0. Of all
+// others the greatest logit is finite, so it has rank 0 and the greatest weight, and a token is found whatever the rest is.
 // Shared memory: a slice of logits (100 KB for 201088 tokens) and a histogram of 12 KB.
-#include "../ptx/block_reduce.cuh"
+#include <cfloat>
+
+#include "../ptx/order.cuh"
 #include "philox.cuh"
 
 struct SampleRow {
@@ -37,7 +40,7 @@ struct SampleArgs {
     const float* logits;          // [rows, vocab]
     const SampleRow* rows;
     int32_t* token;               // [rows]
-    uint32_t* status;             // [rows]: 0 sampled, 1 a NaN, 2 nothing allowed
+    uint32_t* status;             // [rows]: 0 sampled, 1 a NaN or +inf, 2 nothing allowed
     float* logprob;               // [rows]
     int32_t* top_token;           // [rows, 20]
     float* top_logprob;           // [rows, 20]
@@ -54,7 +57,6 @@ static_assert(sizeof(SampleArgs) == 104);
 namespace {
 
 constexpr int CLUSTER = 8, THREADS = 512, WARPS = THREADS / 32, BINS = 1024, MAX_TOP = 20;
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr float WEIGHT_ONE = 1099511627776.0f;                  // 2^40
 constexpr float MAX_DISTANCE = 28.0f;                           // weights are zero beyond
 constexpr float RANKS_A_UNIT = 1073741824.0f / MAX_DISTANCE;    // 2^30 / 28
@@ -77,18 +79,6 @@ struct Shared {
     uint64_t found[2];
 };
 
-// Higher logit first, then lower id, as one number to maximise.
-__device__ __forceinline__ uint64_t logit_key(float logit, int id) {
-    const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are equal
-    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~id);
-}
-__device__ __forceinline__ int key_id(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
-__device__ __forceinline__ float key_logit(uint64_t key) {
-    const uint32_t ordered = key >> 32;
-    return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
-}
-
 // One row, as its cluster sees it.
 class Row {
   public:
@@ -100,24 +90,25 @@ class Row {
 
     __device__ void run() {
         const SampleRow params = args_.rows[row_];
-        bool is_nan = false;
+        bool is_broken = false;  // a NaN, or +inf, beside which no weight is a number
         const float* source = args_.logits + static_cast<int64_t>(row_) * args_.vocab + first_;
 #pragma unroll 8
         for (int i = threadIdx.x; i < count_; i += THREADS) {
             const float logit = source[i];
             logits_[i] = logit;
-            is_nan |= isnan(logit);
+            is_broken |= !(logit < INFINITY);
         }
         __syncthreads();
-        if (reduce<true>(is_nan) != 0) return fail(1);
+        if (reduce<true>(is_broken) != 0) return fail(1);
 
         float log_sum = 0.0f;
         if (params.logprobs >= 0) log_sum = report_top(params.logprobs);
         adjust(params);
         const uint64_t best = reduce<true>(best_key(EVERYTHING));
-        top_ = key_logit(best);
+        top_ = ptx::key_value(best);
         if (best == 0 || top_ == -INFINITY) return fail(2);
-        int token = key_id(best);
+        if (!(top_ < INFINITY)) return fail(1);  // by a penalty
+        int token = ptx::key_number(best);
         if (params.temperature > 0.0f) token = draw(params);
         if (rank_ != 0 || threadIdx.x != 0) return;
         args_.token[row_] = token;
@@ -158,7 +149,7 @@ class Row {
     __device__ uint64_t best_key(uint64_t bound) const {
         uint64_t best = 0;
         for (int i = threadIdx.x; i < count_; i += THREADS) {
-            const uint64_t key = logit_key(logits_[i], first_ + i);
+            const uint64_t key = ptx::order_key(logits_[i], first_ + i);
             if (key < bound) best = max(best, key);
         }
         return best;
@@ -167,16 +158,16 @@ class Row {
     // Writes the `wanted` most probable tokens; returns the logarithm of the sum of exponentials.
     __device__ float report_top(int wanted) {
         uint64_t bound = reduce<true>(best_key(EVERYTHING));
-        const float top = key_logit(bound);
+        const float top = ptx::key_value(bound);
         double sum = 0.0;
-        for (int i = threadIdx.x; i < count_; i += THREADS) sum += ptx::exp2_approx((logits_[i] - top) * LOG2E);
+        for (int i = threadIdx.x; i < count_; i += THREADS) sum += ptx::exp2_approx((logits_[i] - top) * ptx::LOG2E);
         // 2^-32 of the greatest term is far below what a logarithm in f32 shows.
         const double total = static_cast<double>(reduce<false>(static_cast<uint64_t>(sum * 4294967296.0))) / 4294967296.0;
         const float log_sum = top + static_cast<float>(log(total));
         for (int j = 0; j < min(wanted, MAX_TOP); ++j) {
             if (rank_ == 0 && threadIdx.x == 0) {
-                args_.top_token[row_ * MAX_TOP + j] = key_id(bound);
-                args_.top_logprob[row_ * MAX_TOP + j] = key_logit(bound) - log_sum;
+                args_.top_token[row_ * MAX_TOP + j] = ptx::key_number(bound);
+                args_.top_logprob[row_ * MAX_TOP + j] = ptx::key_value(bound) - log_sum;
             }
             if (j + 1 < wanted) bound = reduce<true>(best_key(bound));
         }
@@ -212,7 +203,8 @@ class Row {
 
     // From here on the slice holds ranks in place of logits.
     __device__ int draw(const SampleRow& params) {
-        const float inverse_temperature = 1.0f / params.temperature;
+        // Of a subnormal temperature the inverse would be infinite, and the greatest logit's distance, 0 times it, no number.
+        const float inverse_temperature = fminf(1.0f / params.temperature, FLT_MAX);
         for (int i = threadIdx.x; i < count_; i += THREADS) {
             const float distance = (top_ - logits_[i]) * inverse_temperature;
             const bool never = !(distance < MAX_DISTANCE);
@@ -243,7 +235,7 @@ class Row {
     __device__ uint64_t order(int i) const { return static_cast<uint64_t>(rank(i)) << 32 | (first_ + i); }
     // Of a rank that is not `NEVER`.
     __device__ static uint64_t weight(uint32_t rank) {
-        return static_cast<uint64_t>(ptx::exp2_approx(rank * (-LOG2E / RANKS_A_UNIT)) * WEIGHT_ONE);
+        return static_cast<uint64_t>(ptx::exp2_approx(rank * (-ptx::LOG2E / RANKS_A_UNIT)) * WEIGHT_ONE);
     }
 
     __device__ uint64_t mass(uint64_t bound) {

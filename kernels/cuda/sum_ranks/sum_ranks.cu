@@ -2,13 +2,10 @@
 //
 // Parts and out are bf16, of equal length, a multiple of 8. For ranks that share GPUs: the caller orders it all by events. Thread =
 // 8 values. Bound by memory, or by NVLink for parts on other devices.
-#include "../ptx/block_reduce.cuh"
+#include "../ptx/peer.cuh"
+#include "../rows/rows.cuh"
 
-namespace {
-
-constexpr int MAX_RANKS = 8;
-
-}  // namespace
+using ptx::MAX_RANKS;
 
 struct SumRanksArgs {
     const __nv_bfloat16* parts[MAX_RANKS];
@@ -27,9 +24,9 @@ extern "C" __global__ void __launch_bounds__(256) sum_ranks(const __grid_constan
     float sum[8] = {};
     for (int r = 0; r < args.ranks; ++r) {
         float values[8];
-        ptx::unpack8(*reinterpret_cast<const uint4*>(args.parts[r] + first), values);
+        rows::unpack8(*reinterpret_cast<const uint4*>(args.parts[r] + first), values);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] += values[i];
     }
-    *reinterpret_cast<uint4*>(args.out + first) = ptx::pack8(sum);
+    *reinterpret_cast<uint4*>(args.out + first) = rows::pack8(sum);
 }

@@ -21,12 +21,8 @@
 #include "../packed/fp8.cuh"
 #include "../ptx/wgmma.cuh"
 
-struct alignas(128) TensorMap {
-    uint8_t bytes[128];
-};
-
 struct TileArgs {
-    TensorMap x;
+    ptx::TensorMap x;
     const uint8_t* weights;
     const float* scales;        // of blocks of 128 x 128; Fp8 only
     const __nv_bfloat16* bias;  // [experts, rows of W], or null
@@ -48,16 +44,15 @@ static_assert(sizeof(TileArgs) == 256);
 namespace {
 
 constexpr int GROUPS = 2, STRIPS = GROUPS * packed::GROUP, CONSUMERS = 256, THREADS = CONSUMERS + 128, MAX_STAGES = 12;
-// Registers of a thread: all start with 168 (80 with two blocks); the producer's warpgroup gives to the consumers, who hold the sums.
 template <int NT>
 constexpr int BLOCKS = NT <= 64 ? 2 : 1;  // a multiprocessor: with few columns, waiting for memory must overlap
-template <int NT>
+// Registers of a thread: all start with 168 (80 with two blocks); the producer's warpgroup gives to the consumers, who hold the sums.
 constexpr int PRODUCER_REGISTERS = 40;
+template <int NT>
+constexpr int CONSUMER_REGISTERS = NT <= 64 ? 96 : 232;
 // Columns by which a tile may be narrower: rows of a box of x.
 template <class Format, int NT>
 constexpr int BOX = std::is_same_v<Format, packed::Mxfp4> ? NT / 4 : NT;
-template <int NT>
-constexpr int CONSUMER_REGISTERS = NT <= 64 ? 96 : 232;
 
 struct Barriers {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES];
@@ -353,7 +348,7 @@ __device__ void tile_gemm(const TileArgs& args) {
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        ptx::give_registers<PRODUCER_REGISTERS<NT>>();
+        ptx::give_registers<PRODUCER_REGISTERS>();
         const int role = (threadIdx.x - CONSUMERS) / 32;
         if (role <= GROUPS && threadIdx.x % 32 == 0) produce<Format, NT>(args, role, x, weights, barriers);
     } else {

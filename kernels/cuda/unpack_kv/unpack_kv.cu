@@ -5,7 +5,6 @@
 //   out    the same of one layer, page after page, bf16
 //
 // A page's layer is one piece of memory. A thread takes 16 numbers; blockIdx.y is the page. Bound by memory.
-#include "../ptx/block_reduce.cuh"
 #include "../ptx/e4m3.cuh"
 
 struct UnpackKvArgs {

@@ -56,6 +56,9 @@ pub enum DecodeError {
     /// The request's grammar cannot be used, or cannot be followed any further. It would fail again wherever it is tried.
     #[error("constraint: {0}")]
     Constraint(MaskFailure),
+    /// What the sequence was computed from is damaged: elsewhere, or on other pages, it may be well.
+    #[error("the sequence's logits are not numbers")]
+    NotANumber,
     /// The worker ends, or its engine failed.
     #[error("worker is ending")]
     Ending,
@@ -77,6 +80,7 @@ impl DecodeError {
             AbortReason::PeerLost => lost(EndCause::Lost(transfer::LossCause::Ended)),
             AbortReason::TransferFailed => lost(EndCause::Revoked),
             AbortReason::ConstraintFailed => Self::Constraint(MaskFailure::Abandoned),
+            AbortReason::NotANumber => Self::NotANumber,
         }
     }
 
@@ -111,6 +115,7 @@ impl DecodeError {
             Self::WrongParts { .. } => "KV_WRONG_PARTS",
             Self::SlowConsumer { .. } => "SLOW_CONSUMER",
             Self::Constraint(_) => "CONSTRAINT_FAILED",
+            Self::NotANumber => "NOT_A_NUMBER",
             Self::Ending => "ENDING",
             Self::Stuck { .. } => "STUCK",
         }
@@ -129,6 +134,7 @@ impl Classify for DecodeError {
             | Self::Transfer { .. }
             | Self::WrongParts { .. }
             | Self::SlowConsumer { .. }
+            | Self::NotANumber
             | Self::Ending
             | Self::Stuck { .. } => ErrorClass::Retryable,
         }
@@ -146,5 +152,22 @@ impl From<DecodeError> for Status {
             }
             _ => wire::status::from_error(&error, reason, retry_after),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use types::{Incarnation, WorkerId};
+
+    use super::*;
+
+    #[test]
+    fn a_sequence_without_numbers_is_for_another_attempt() {
+        let prefill = PeerId { worker: WorkerId("prefill".into()), incarnation: Incarnation(1) };
+        let error = DecodeError::from_reason(AbortReason::NotANumber, &prefill);
+        let status = Status::from(error);
+        assert_eq!(status.code(), Code::Unavailable);
+        assert_eq!(wire::status::class(&status), ErrorClass::Retryable);
+        assert_eq!(wire::status::reason(&status).as_deref(), Some("NOT_A_NUMBER"));
     }
 }

@@ -371,7 +371,7 @@ impl DecodeState {
                 AbortReason::Cancelled => transfer::AbortReason::Cancelled,
                 AbortReason::Expired => transfer::AbortReason::Expired,
                 AbortReason::PeerLost | AbortReason::TransferFailed => transfer::AbortReason::WrongParts,
-                AbortReason::ConstraintFailed => transfer::AbortReason::Cancelled,
+                AbortReason::ConstraintFailed | AbortReason::NotANumber => transfer::AbortReason::Cancelled,
             };
             self.revoke(ticket, reason);
         }

@@ -59,6 +59,9 @@ pub enum PrefillError {
     /// The request's grammar cannot be used, or cannot be followed any further. It would fail again wherever it is tried.
     #[error("constraint: {0}")]
     Constraint(MaskFailure),
+    /// What the prompt was computed from is damaged: elsewhere, or on other pages, it may be well.
+    #[error("the prompt's logits are not numbers")]
+    NotANumber,
     /// The worker ends, or its engine failed.
     #[error("worker is ending")]
     Ending,
@@ -82,6 +85,7 @@ impl PrefillError {
         match reason {
             AbortReason::Expired => Self::Expired,
             AbortReason::ConstraintFailed => Self::Constraint(MaskFailure::Abandoned),
+            AbortReason::NotANumber => Self::NotANumber,
             AbortReason::Cancelled | AbortReason::PeerLost | AbortReason::TransferFailed => Self::Cancelled,
         }
     }
@@ -123,6 +127,7 @@ impl PrefillError {
             Self::Cancelled => "CANCELLED",
             Self::Expired => "TICKET_EXPIRED",
             Self::Constraint(_) => "CONSTRAINT_FAILED",
+            Self::NotANumber => "NOT_A_NUMBER",
             Self::Ending => "ENDING",
             Self::Stuck { .. } => "STUCK",
         }
@@ -136,9 +141,12 @@ impl Classify for PrefillError {
             Self::Refused(refusal) => refusal.class(),
             Self::Transfer(error) => error.class(),
             Self::Cancelled => ErrorClass::Cancelled,
-            Self::Loading | Self::WrongWorker { .. } | Self::Expired | Self::Ending | Self::Stuck { .. } => {
-                ErrorClass::Retryable
-            }
+            Self::Loading
+            | Self::WrongWorker { .. }
+            | Self::Expired
+            | Self::NotANumber
+            | Self::Ending
+            | Self::Stuck { .. } => ErrorClass::Retryable,
             Self::UnknownTransport(_) | Self::Layout { .. } | Self::Export(_) => ErrorClass::Fatal,
         }
     }
@@ -159,5 +167,19 @@ impl From<PrefillError> for Status {
             _ => wire::status::code(class),
         };
         wire::status::with_code(code, reason, error.to_string(), retry_after)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_without_numbers_is_for_another_worker() {
+        let error = PrefillError::from_reason(AbortReason::NotANumber);
+        let status = Status::from(error);
+        assert_eq!(status.code(), Code::Unavailable);
+        assert_eq!(wire::status::class(&status), ErrorClass::Retryable);
+        assert_eq!(wire::status::reason(&status).as_deref(), Some("NOT_A_NUMBER"));
     }
 }

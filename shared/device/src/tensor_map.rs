@@ -12,8 +12,6 @@ use crate::memory::DevicePtr;
 /// How 16-byte pieces are permuted within a box, so that a warp reads columns of it without bank conflicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Swizzle {
-    /// Row after row.
-    None,
     /// Within 8 rows of 64 bytes, two of them alike; the box is 64 bytes wide.
     Bytes64,
     /// Within 8 rows of 128 bytes; the box is 128 bytes wide.
@@ -32,7 +30,7 @@ impl TensorMap {
     ///
     /// # Errors
     /// `Driver` with `CUDA_ERROR_INVALID_VALUE` unless the address and the pitch in bytes are multiples of 16 and a box has at
-    /// most 256 rows and columns (and 128 bytes a row when swizzled).
+    /// most 256 rows and columns, of as many bytes a row as the swizzle.
     pub fn matrix(
         matrix: DevicePtr<bf16>,
         [rows, cols]: [usize; 2],
@@ -84,7 +82,6 @@ impl TensorMap {
                 element_strides.as_ptr(),
                 CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 match swizzle {
-                    Swizzle::None => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
                     Swizzle::Bytes64 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
                     Swizzle::Bytes128 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 },

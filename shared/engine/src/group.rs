@@ -215,7 +215,7 @@ impl Drop for EngineGroup {
 fn fill_in(whole: &mut StepOutput, part: StepOutput) {
     assert_eq!((whole.step, whole.rows.len()), (part.step, part.rows.len()), "all ranks run the same plans");
     for (row, computed) in whole.rows.iter_mut().zip(part.rows) {
-        if computed.sampled.is_some() || !computed.logits.is_empty() {
+        if computed.sampled.is_some() || computed.failure.is_some() || !computed.logits.is_empty() {
             *row = computed;
         }
     }
@@ -254,15 +254,13 @@ impl RankThread {
             if let Some(ready) = ready.take() {
                 let _ = ready.send(Ok((self.rank, engine.kv_port()))); // as above
             }
-            // Before the engine is dropped, which may wake other ranks: they shall find the cause.
-            self.serve(&mut engine).map_err(|error| error.to_string()).inspect_err(|reason| {
-                self.fault.trip(self.rank, reason.clone());
-            })
+            // The engine outlives a panic: when it is dropped, which may wake other ranks, they shall find the cause.
+            let served = catch_unwind(AssertUnwindSafe(|| self.serve(&mut engine)));
+            let served = served.map_err(|panic| panicked(&*panic)).and_then(|served| served.map_err(|e| e.to_string()));
+            served.inspect_err(|reason| self.fault.trip(self.rank, reason.clone()))
         }));
-        match outcome {
-            Ok(Ok(())) => {}
-            Ok(Err(reason)) => self.fault.trip(self.rank, reason),
-            Err(panic) => self.fault.trip(self.rank, format!("panicked: {}", panic_message(&*panic))),
+        if let Err(reason) = outcome.unwrap_or_else(|panic| Err(panicked(&*panic))) {
+            self.fault.trip(self.rank, reason);
         }
     }
 
@@ -312,9 +310,10 @@ impl<E: Engine> KvReader for Cache<'_, E> {
     }
 }
 
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
+fn panicked(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("panicked: {}", text.unwrap_or("no message"))
 }
 
 #[cfg(test)]

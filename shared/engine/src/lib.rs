@@ -108,14 +108,6 @@ pub enum EngineError {
         /// What is wrong with it.
         reason: String,
     },
-    /// Logits that are no numbers: damaged weights. A token drawn from them would be garbage served as an answer.
-    #[error("step {step}: the logits of slot {slot} are not numbers; the weights are damaged")]
-    NotANumber {
-        /// The plan's number.
-        step: u64,
-        /// The slot that was to sample.
-        slot: u32,
-    },
     /// A slice of KV that is not on this rank, or bytes of the wrong length.
     #[error("kv slice {slice:?} does not fit rank {rank}: {reason}")]
     KvSlice {

@@ -116,6 +116,12 @@ impl Sampler {
     }
 }
 
+/// Whether tokens may be drawn from these logits: none is a NaN or plus infinity. Minus infinity is a token that cannot come out.
+#[must_use]
+pub fn are_numbers(logits: &[f32]) -> bool {
+    logits.iter().all(|logit| *logit < f32::INFINITY)
+}
+
 /// The token of greatest logit, the lowest id among equals.
 fn arg_max(logits: &[f32]) -> TokenId {
     let mut best = 0;

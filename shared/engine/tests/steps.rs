@@ -7,13 +7,13 @@ use std::iter::once;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use driver::{Driver, Row, greedy, options};
+use driver::{Driver, Row, damage, greedy, options};
 use engine::cpu::{CpuOptions, LoadProgress, build_group, kv_layout};
 use engine::{EngineError, KvListener, KvReader};
 use kv::KvSlice;
 use model::Checkpoint;
 use scheduler::mask::{MaskFailure, MaskPromise};
-use scheduler::plan::{RowOutputKind, RowTokens, StepOutput, StepPlan, StepRow};
+use scheduler::plan::{RowFailure, RowOutputKind, RowTokens, StepOutput, StepPlan, StepRow};
 use types::{PageId, ParallelLayout, Sampling, SlotId, TokenId, TokenMask};
 
 const TP4_EP4: ParallelLayout = ParallelLayout { tp: 4, ep: 4, dp: 1 };
@@ -173,6 +173,54 @@ fn masks_ahead(driver: &mut Driver, other: u32) {
     assert!(token(&output, 1).is_some(), "other rows go on");
     let output = driver.step(vec![Row::decode(0), Row::decode(other)]);
     assert!(token(&output, 1).is_some());
+}
+
+/// A damaged page is one sequence's: its rows say so, also those of a step that ran ahead, and all others are as they would have been.
+/// Also where the other row is of another attention group.
+#[test]
+fn a_damaged_page_breaks_its_own_sequence_and_no_other() {
+    for (layout, other) in [(ParallelLayout::tp(1), 1), (ParallelLayout::tp(2), 1), (EP4_DP2_TP2, 1), (EP4_DP2_TP2, 47)]
+    {
+        let mut driver = Driver::new(options(layout));
+        let sound = two_sequences(&mut driver, other, false);
+        assert!(sound.iter().flatten().all(Result::is_ok), "{layout}: {sound:?}");
+        let broken = two_sequences(&mut driver, other, true);
+        let failed = [Err(RowFailure::NotANumber); 3];
+        assert_eq!((broken[0][0], &broken[0][1..]), (sound[0][0], &failed[..]), "{layout}");
+        assert_eq!(broken[1], sound[1], "{layout}: the other sequence, in slot {other}");
+        // The page goes to another sequence, which reads no more than it has written.
+        assert_eq!(two_sequences(&mut driver, other, false), sound, "{layout}");
+    }
+}
+
+/// Four tokens each of sequences in slots 0 and `other`, decode running ahead; a page of the first is damaged after its first token.
+fn two_sequences(driver: &mut Driver, other: u32, damages: bool) -> [Vec<Result<TokenId, RowFailure>>; 2] {
+    let slots = [0, other];
+    let prompts = [prompt(40), prompt(23)];
+    let mut tokens = [Vec::new(), Vec::new()];
+    let mut take = |output: StepOutput| {
+        for (tokens, row) in tokens.iter_mut().zip(output.rows) {
+            let token = row.sampled.map(|sampled| sampled.token);
+            assert!(token.is_some() != row.failure.is_some(), "a row has a token or says why not");
+            tokens.push(token.ok_or_else(|| row.failure.expect("asserted above")));
+        }
+    };
+    slots.iter().zip(&prompts).for_each(|(slot, prompt)| driver.bind(*slot, prompt, greedy()));
+    let rows = slots.iter().zip(&prompts).map(|(slot, prompt)| Row::new(*slot, prompt, RowOutputKind::Sample));
+    take(driver.step(rows.collect()));
+    if damages {
+        damage(driver, slots[0]);
+    }
+    let decode = || slots.map(Row::decode).into();
+    driver.launch(decode());
+    driver.launch(decode());
+    take(driver.group.collect().expect("no rank is lost"));
+    driver.launch(decode());
+    for _ in 0..2 {
+        take(driver.group.collect().expect("no rank is lost"));
+    }
+    slots.into_iter().for_each(|slot| driver.end(slot));
+    tokens
 }
 
 #[test]

@@ -171,6 +171,16 @@ impl PrefixCache {
         self.counts.boundaries += 1;
     }
 
+    /// Lets go of everything, since something of it may be damaged. Who reads a page goes on reading it.
+    pub fn clear(&mut self) {
+        self.counts.evicted_full += self.nodes.len() as u64;
+        self.counts.evicted_boundaries += self.boundaries.len() as u64;
+        self.roots.clear();
+        self.nodes.clear();
+        self.leaves.clear();
+        self.boundaries.clear();
+    }
+
     /// What has happened since the start.
     #[must_use]
     pub fn counts(&self) -> PrefixCounts {

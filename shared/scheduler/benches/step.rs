@@ -85,8 +85,12 @@ fn step(bencher: divan::Bencher<'_, '_>, batch: u32) {
     }
     bencher.bench_local(|| {
         let plan = scheduler.plan(&mut out).expect("the batch runs");
-        let row =
-            |row: &scheduler::plan::StepRow| RowOutput { slot: row.slot, sampled: Some(token()), logits: Vec::new() };
+        let row = |row: &scheduler::plan::StepRow| RowOutput {
+            slot: row.slot,
+            sampled: Some(token()),
+            failure: None,
+            logits: Vec::new(),
+        };
         let output = StepOutput { step: plan.step, rows: plan.rows.iter().map(row).collect() };
         scheduler.complete(output, &mut out).expect("the output is the plan's");
         out.drain(..).count()

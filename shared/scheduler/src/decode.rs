@@ -23,6 +23,7 @@ pub use config::DecodeConfig;
 use crate::config::InvalidConfig;
 use crate::in_flight::StepsInFlight;
 use crate::mask::MaskPromise;
+use crate::numbers::NumberWatch;
 use crate::recent::RecentTickets;
 use crate::sequence::SequenceSpec;
 use crate::ticket::{AbortReason, Fence, Gone, Outcome, Phase, Taken, Ticket, TicketError};
@@ -181,6 +182,7 @@ pub struct DecodeScheduler {
     sequences: BTreeMap<TicketId, Sequence>,
     recent: RecentTickets<EndedTicket>,
     in_flight: StepsInFlight,
+    numbers: NumberWatch,
     /// Slots that the next plan ends.
     unbind: Vec<SlotId>,
     draining: bool,
@@ -204,6 +206,7 @@ impl DecodeScheduler {
             sequences: BTreeMap::new(),
             recent: RecentTickets::new(config.remembered_tickets as usize),
             in_flight: StepsInFlight::new(config.lookahead),
+            numbers: NumberWatch::default(),
             unbind: Vec::new(),
             draining: false,
             preemptions: 0,

@@ -35,6 +35,16 @@ pub enum StepMismatch {
         /// The slot.
         slot: u32,
     },
+    /// No row has logits that are numbers.
+    #[error(
+        "step {step}: {sequences} sequences in succession have logits that are not numbers; the weights are damaged"
+    )]
+    NotNumbers {
+        /// The last step of them.
+        step: u64,
+        /// Sequences ended for that, none sound between them.
+        sequences: u32,
+    },
 }
 
 impl Classify for StepMismatch {

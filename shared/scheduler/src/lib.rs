@@ -10,6 +10,7 @@ mod config;
 pub mod decode;
 mod in_flight;
 pub mod mask;
+mod numbers;
 pub mod plan;
 pub mod prefill;
 mod recent;

@@ -122,8 +122,20 @@ pub struct StepOutput {
 pub struct RowOutput {
     /// Whose.
     pub slot: SlotId,
-    /// The token, if the row asked for [`RowOutputKind::Sample`]; `None` also if its mask failed.
+    /// The token, if the row asked for [`RowOutputKind::Sample`] and `failure` is `None`.
     pub sampled: Option<types::SampledToken>,
+    /// Why a row that was to sample has no token. The other rows of the step have theirs.
+    pub failure: Option<RowFailure>,
     /// `[positions, vocabulary]` row-major, if the row asked for logits; else empty.
     pub logits: Vec<f32>,
+}
+
+/// Why a row that was to sample has no token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowFailure {
+    /// Its mask failed, or mask and biases leave no token.
+    NothingAllowed,
+    /// Its logits hold a NaN or plus infinity: something that it was computed from is damaged. A token drawn from them would be garbage
+    /// served as an answer.
+    NotANumber,
 }

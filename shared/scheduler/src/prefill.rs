@@ -25,7 +25,8 @@ pub use config::PrefillConfig;
 use crate::config::InvalidConfig;
 use crate::in_flight::{StepMismatch, StepsInFlight};
 use crate::mask::MaskPromise;
-use crate::plan::{StepOutput, StepPlan};
+use crate::numbers::NumberWatch;
+use crate::plan::{RowFailure, StepOutput, StepPlan};
 use crate::recent::RecentTickets;
 use crate::sequence::SequenceSpec;
 use crate::ticket::AbortReason;
@@ -210,6 +211,7 @@ pub struct PrefillScheduler {
     prompts: Vec<Prompt>,
     recent: RecentTickets<PrefillOutcome>,
     in_flight: StepsInFlight,
+    numbers: NumberWatch,
     /// Slots that the next plan ends.
     unbind: Vec<SlotId>,
     draining: bool,
@@ -233,6 +235,7 @@ impl PrefillScheduler {
             prompts: Vec::new(),
             recent: RecentTickets::new(config.remembered_tickets as usize),
             in_flight: StepsInFlight::new(config.lookahead),
+            numbers: NumberWatch::default(),
             unbind: Vec::new(),
             draining: false,
             config,
@@ -316,12 +319,24 @@ impl PrefillScheduler {
     /// Takes in what the oldest step in flight yielded: a [`PrefillAction::FirstToken`] if it was a last chunk.
     ///
     /// # Errors
-    /// [`StepMismatch`] when the output is not that of the oldest step in flight: the engine is broken.
+    /// [`StepMismatch`] when the output is not that of the oldest step in flight, or when no prompt has logits that are numbers: the engine is
+    /// broken.
     pub fn complete(&mut self, output: StepOutput, out: &mut Vec<PrefillAction>) -> Result<(), StepMismatch> {
         let step = output.step;
         for (ticket, row) in self.in_flight.pop(output)? {
             let Some(prompt) = self.prompts.iter_mut().find(|prompt| prompt.ticket == ticket) else { continue };
             let computed = prompt.chunk_done();
+            if row.failure == Some(RowFailure::NotANumber) {
+                // Something that it was computed from is damaged, and others may go on from that as well.
+                if let Some(cache) = &mut self.cache {
+                    cache.clear();
+                }
+                if prompt.progress == Progress::Computing {
+                    self.end(ticket, PrefillOutcome::Aborted(AbortReason::NotANumber), out);
+                }
+                self.numbers.broken_step(step, 1)?;
+                continue;
+            }
             let samples = prompt.is_computed() && prompt.progress == Progress::Computing;
             if samples && row.sampled.is_none() && prompt.spec.constraint.is_none() {
                 return Err(StepMismatch::NoToken { step, slot: row.slot.0 });
@@ -336,6 +351,7 @@ impl PrefillScheduler {
                 self.end(ticket, PrefillOutcome::Aborted(AbortReason::ConstraintFailed), out);
                 continue;
             };
+            self.numbers.sound_row();
             let index = prompt.spec.next_index();
             let finish = prompt.spec.finish_reason(index, token.token, self.config.max_context_tokens);
             prompt.progress = Progress::Sending;

@@ -26,6 +26,8 @@ pub enum AbortReason {
     TransferFailed,
     /// The grammar of its constraint could not be followed: there was no mask to sample under.
     ConstraintFailed,
+    /// Its logits are no numbers: what it was computed from is damaged. Computed anew, from other pages, they may be.
+    NotANumber,
 }
 
 /// How a ticket ended on the decode worker.

@@ -1,6 +1,7 @@
 //! Turns by hand: an engine that knows no model, a transport that only takes notes, and a clock that stands still.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -8,7 +9,7 @@ use engine::fault::Fault;
 use engine::{Engine, EngineError};
 use futures_util::{FutureExt, StreamExt};
 use kv::PageMap;
-use scheduler::plan::{RowOutput, StepOutput, StepPlan};
+use scheduler::plan::{RowFailure, RowOutput, StepOutput, StepPlan};
 use scheduler::{DecodeConfig, SequenceSpec};
 use transfer::TransferError;
 use types::{DecodeEvent, DpGroup, FinishReason, Incarnation, KvDtype, PageId, WorkerId};
@@ -42,7 +43,11 @@ struct CountingEngine {
     rank: u32,
     planned: VecDeque<Arc<StepPlan>>,
     imported: Imported,
+    broken: Broken,
 }
+
+/// The slot whose logits are no numbers, if it is one.
+type Broken = Arc<AtomicU32>;
 
 /// Rank, slice and page of each write.
 type Imported = Arc<Mutex<Vec<(u32, KvSlice, PageId)>>>;
@@ -55,10 +60,15 @@ impl Engine for CountingEngine {
 
     fn collect(&mut self) -> Result<StepOutput, EngineError> {
         let plan = self.planned.pop_front().expect("launched before");
-        let rows = plan.rows.iter().map(|row| RowOutput {
-            slot: row.slot,
-            sampled: Some(SampledToken { token: 1_000 + row.position, logprob: None, top: Vec::new() }),
-            logits: Vec::new(),
+        let rows = plan.rows.iter().map(|row| {
+            let is_broken = row.slot.0 == self.broken.load(Ordering::Relaxed);
+            let token = SampledToken { token: 1_000 + row.position, logprob: None, top: Vec::new() };
+            RowOutput {
+                slot: row.slot,
+                sampled: (!is_broken).then_some(token),
+                failure: is_broken.then_some(RowFailure::NotANumber),
+                logits: Vec::new(),
+            }
         });
         Ok(StepOutput { step: plan.step, rows: rows.collect() })
     }
@@ -119,6 +129,7 @@ struct World {
     state: DecodeState,
     transport: Arc<NotedTransport>,
     imported: Imported,
+    broken: Broken,
     clock: ManualClock,
     status: Arc<Status>,
     metrics: chassis::Metrics,
@@ -144,12 +155,13 @@ impl World {
             lookahead: false,
             remembered_tickets: 16,
         };
-        let imported = Arc::new(Mutex::new(Vec::new()));
+        let (imported, broken) = (Imported::default(), Arc::new(AtomicU32::new(u32::MAX)));
         let engine = {
-            let imported = Arc::clone(&imported);
+            let (imported, broken) = (Arc::clone(&imported), Arc::clone(&broken));
             let ranks = 2 * dp;
             EngineGroup::start("fake", ranks, layout(2), Arc::new(Fault::new(ranks)), move |rank| {
-                Ok(CountingEngine { rank, planned: VecDeque::new(), imported: Arc::clone(&imported) })
+                let (imported, broken) = (Arc::clone(&imported), Arc::clone(&broken));
+                Ok(CountingEngine { rank, planned: VecDeque::new(), imported, broken })
             })
         };
         let answer = Mutex::new(Revoked::NotOpen);
@@ -169,7 +181,7 @@ impl World {
         );
         let (mailbox, _) = step_loop::mailbox(&StepLoopConfig::default());
         let clock = ManualClock(Mutex::new(Instant::now()));
-        Self { state, transport, imported, clock, status, metrics: registry, mailbox }
+        Self { state, transport, imported, broken, clock, status, metrics: registry, mailbox }
     }
 
     fn turn(&mut self, messages: impl IntoIterator<Item = Message>) -> Next {
@@ -446,6 +458,19 @@ fn a_slow_reader_loses_its_sequence_and_holds_up_nobody() {
     assert_eq!(events.last(), Some(&Err("SLOW_CONSUMER".into())));
     assert!(matches!(&events[1], Ok(DecodeEvent::Tokens(run)) if run.tokens.len() == 3), "what fits is delivered");
     assert!(world.is_idle());
+}
+
+#[test]
+fn a_sequence_without_numbers_ends_with_an_error_of_its_own() {
+    let mut world = World::new();
+    let [mut first, mut second] = [1, 2].map(|ticket| world.join(ticket, 30, 64));
+    world.broken.store(0, Ordering::Relaxed);
+    while !world.is_idle() {
+        world.turn([]);
+    }
+    assert_eq!(read(&mut first).last(), Some(&Err("NOT_A_NUMBER".into())));
+    let tokens = read(&mut second);
+    assert!(matches!(tokens.last(), Some(Ok(DecodeEvent::Finished(_)))), "{tokens:?}");
 }
 
 #[test]

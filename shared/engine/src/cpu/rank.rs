@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kv::KvSlice;
 use model::rope::RopeAngles;
 use model::{ModelConfig, ShardPlan};
-use scheduler::plan::{RowOutput, RowOutputKind, StepOutput, StepPlan, StepRow};
+use scheduler::plan::{RowFailure, RowOutput, RowOutputKind, StepOutput, StepPlan, StepRow};
 use types::{DpGroup, KvLayout, PageId, SlotGroups, SlotId, TokenId};
 
 use super::batch::{Batch, Limits};
@@ -18,7 +18,7 @@ use super::weights::PackedWeights;
 use super::{CpuOptions, Probe, kv_layout};
 use crate::kv_slice::locate;
 use crate::link::Link;
-use crate::sampling::{Sampler, SlotSampler};
+use crate::sampling::{Sampler, SlotSampler, are_numbers};
 use crate::simd::Simd;
 use crate::vector::{Exact, Precision, ToBf16};
 use crate::{Engine, EngineError, KvListener, KvReader};
@@ -193,7 +193,7 @@ impl CpuRank {
         let mut outputs = Vec::with_capacity(plan.rows.len());
         let mut spans = self.batch.rows.iter();
         for row in &plan.rows {
-            let mut output = RowOutput { slot: row.slot, sampled: None, logits: Vec::new() };
+            let mut output = RowOutput { slot: row.slot, sampled: None, failure: None, logits: Vec::new() };
             let Some(span) = self.limits.is_own(row.slot).then(|| spans.next()).flatten() else {
                 outputs.push(output);
                 continue;
@@ -207,18 +207,23 @@ impl CpuRank {
                         step: plan.step,
                         reason: format!("slot {} samples but is not bound", span.slot),
                     })?;
-                    if logits.iter().any(|logit| logit.is_nan()) {
-                        return Err(EngineError::NotANumber { step: plan.step, slot: row.slot.0 });
-                    }
+                    // Before the masks, which might hide it.
+                    let sound = are_numbers(logits);
                     for masked in &self.masked_tokens {
                         logits[masked.start as usize..masked.end as usize].fill(f32::NEG_INFINITY);
                     }
                     // Without its mask the row yields nothing: never a token that the grammar might forbid.
-                    output.sampled = match row.mask.as_ref().map(|mask| mask.wait()) {
-                        None => Some(self.sampler.sample(slot, logits, None)),
-                        Some(Ok(mask)) => Some(self.sampler.sample(slot, logits, Some(mask))),
-                        Some(Err(_)) => None,
+                    let mut sample = |mask| self.sampler.sample(slot, logits, mask);
+                    let sampled = match row.mask.as_ref().map(|mask| mask.wait()) {
+                        Some(Err(_)) => Err(RowFailure::NothingAllowed),
+                        _ if !sound => Err(RowFailure::NotANumber),
+                        None => Ok(sample(None)),
+                        Some(Ok(mask)) => Ok(sample(Some(mask))),
                     };
+                    match sampled {
+                        Ok(token) => output.sampled = Some(token),
+                        Err(failure) => output.failure = Some(failure),
+                    }
                 }
             }
             outputs.push(output);
@@ -235,7 +240,7 @@ impl CpuRank {
         let rows = if self.leads() {
             self.outputs(plan, logits)?
         } else {
-            let empty = |row: &StepRow| RowOutput { slot: row.slot, sampled: None, logits: Vec::new() };
+            let empty = |row: &StepRow| RowOutput { slot: row.slot, sampled: None, failure: None, logits: Vec::new() };
             plan.rows.iter().map(empty).collect()
         };
         if plan.rows.iter().any(|row| self.is_own(row) && row.output == RowOutputKind::Sample) {

@@ -3,9 +3,9 @@
 use device::{DeviceBuffer, Stream};
 use half::bf16;
 use kernels::Routing;
+use kernels::choice::EXPERT_TILES;
 use model::{ModelConfig, ShardPlan};
 
-use super::products::EXPERT_TILES;
 use crate::EngineError;
 
 /// With `t` tokens, `p` pairs of token and expert, and `w` rows of logits. What a step does not fill keeps old values.

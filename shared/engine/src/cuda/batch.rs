@@ -68,6 +68,8 @@ pub(crate) struct Limits {
     pub(crate) max_step_tokens: usize,
     pub(crate) vocab_size: usize,
     pub(crate) window: usize,
+    /// Positions that there are angles for.
+    pub(crate) max_context: usize,
 }
 
 impl Limits {
@@ -266,6 +268,10 @@ fn check_pages(
 ) -> Result<(), String> {
     let position = row.position as usize;
     let end = position + row.tokens.len();
+    // The last page may reach further.
+    if end > limits.max_context {
+        return Err(format!("slot {} reaches position {end}, at most {} are allowed", row.slot.0, limits.max_context));
+    }
     let window = (position + 1).saturating_sub(limits.window)..end;
     if !covers(slot, PageGroup::Full, &(0..end)) || !covers(slot, PageGroup::Window, &window) {
         return Err(format!("slot {} lacks pages for positions up to {end}", row.slot.0));
@@ -280,7 +286,7 @@ mod tests {
     /// Eight slots, for `dp` groups.
     fn limits(dp: u32, group: u32) -> Limits {
         let slots = SlotGroups::new(8, dp).expect("the slots divide");
-        Limits { slots, group: DpGroup(group), max_step_tokens: 16, vocab_size: 100, window: 4 }
+        Limits { slots, group: DpGroup(group), max_step_tokens: 16, vocab_size: 100, window: 4, max_context: 40 }
     }
 
     /// Slot `n` last sampled token `n + 10`, but slot 3 is unbound and slot 2's token is still row 5 of the draw
@@ -396,6 +402,16 @@ mod tests {
         assert!(twice.contains("two rows"), "{twice}");
         let long = arrange_for(vec![own(), row(4, 0, known(&[1; 16]), RowOutputKind::None)], &limits(2, 0));
         assert!(long.map(drop).unwrap_err().contains("17 tokens, at most 16"));
+    }
+
+    #[test]
+    fn pages_may_reach_further_than_contexts_do() {
+        let limits = Limits { max_context: 30, ..limits(1, 0) };
+        let last =
+            |tokens: &[u32]| arrange_for(vec![row(0, 29, known(tokens), RowOutputKind::None)], &limits).map(drop);
+        assert_eq!(last(&[1]), Ok(()));
+        let error = last(&[1, 2]).unwrap_err();
+        assert!(error.contains("slot 0 reaches position 31, at most 30"), "{error}");
     }
 
     #[test]

@@ -19,6 +19,7 @@ use std::sync::Arc;
 
 use device::{DeviceBuffer, View};
 use half::bf16;
+use kernels::choice::expert_tile;
 use kernels::{
     ChooseExperts, DISPATCH_TOKENS, DecodeAttention, Dispatch, Embed, ExpertWeights, Output, PrefillAttention, RmsNorm,
     RopeKv, Router, RouterDispatch,
@@ -31,7 +32,7 @@ use super::batch::Batch;
 use super::collective::{AddNorm, AttentionSum, Collective, ExpertOutputs, ExpertSum};
 use super::kv_cache::{PrefillPages, RankCache};
 use super::probe::Probe;
-use super::products::{dense, expert_tile, experts};
+use super::products::{dense, experts};
 use super::rank::Gpu;
 use super::step_inputs::StepInputs;
 use super::weights::{DeviceWeights, Layer};

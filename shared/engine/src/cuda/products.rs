@@ -1,12 +1,8 @@
-//! Which kernel computes a matrix product: the one place where that is chosen, by number of columns.
-//!
-//! Up to 16 columns the weights are streamed once (`SkinnyGemm`), above that the tensor cores are kept busy
-//! (`TileGemm`); activations are bf16 in both. FP8 weights meet FP8 activations where there are many columns (`Fp8Gemm`).
-//! For experts the number that counts is the mean number of tokens an expert. Borders: measured on an H200,
-//! kernels/RESULTS.md.
+//! Matrix products, each by the kernel that `kernels::choice` says.
 
 use device::{Stream, View};
 use half::bf16;
+use kernels::choice::{FP8_COLUMNS, SKINNY_COLUMNS, SKINNY_TILES};
 use kernels::{
     Format, Fp8Gemm, Fp8Output, Fp8Rows, GatherRows, Grouped, Output, PackedWeights, QuantizeRows, SkinnyGemm, TileGemm,
 };
@@ -16,21 +12,6 @@ use super::activations::Activations;
 use super::rank::Gpu;
 use super::weights::Layer;
 use crate::EngineError;
-
-/// Columns up to which a dense product is [`SkinnyGemm`]'s.
-const SKINNY_COLUMNS: usize = 16;
-/// Slots of a tile that grouped products are built for; the first [`SKINNY_TILES`] of them by [`SkinnyGemm`].
-pub(crate) const EXPERT_TILES: [usize; 6] = [8, 16, 32, 64, 128, 256];
-const SKINNY_TILES: usize = 2;
-/// Tokens an expert, on average, up to which each of [`EXPERT_TILES`] but the last is the fastest.
-const TILE_BORDERS: [usize; 5] = [6, 11, 16, 48, 90];
-
-/// The same of FP8 experts: up to 12 tokens each, weights are streamed for bf16 activations; above, both are FP8.
-const FP8_BORDERS: [usize; 2] = [5, 12];
-/// The one width of [`EXPERT_TILES`] that [`Fp8Gemm`] takes.
-const FP8_TILE: usize = 4;
-/// Columns from which a dense product with FP8 weights takes FP8 activations.
-const FP8_COLUMNS: usize = 256;
 
 /// Activations in FP8, made once for the largest step; `None` or absent where the weights are not FP8.
 #[derive(Default)]
@@ -70,14 +51,6 @@ impl Fp8Activations {
     fn input(&mut self, k: usize) -> Option<&mut Fp8Rows> {
         self.inputs.iter_mut().find(|rows| rows.k() == k)
     }
-}
-
-/// The index in [`EXPERT_TILES`] for `pairs` pairs of token and expert, spread over `experts`.
-pub(crate) fn expert_tile(format: Format, pairs: usize, experts: usize) -> usize {
-    if format == Format::Fp8 {
-        return FP8_BORDERS.iter().position(|border| pairs <= border * experts).unwrap_or(FP8_TILE);
-    }
-    TILE_BORDERS.iter().position(|border| pairs <= border * experts).unwrap_or(TILE_BORDERS.len())
 }
 
 /// `out = x weights^T + bias`, for one matrix.
@@ -161,19 +134,4 @@ pub(crate) fn experts(
         TileGemm { weights: down, x, bias: down_bias, out, routing, workspace }.enqueue(kernels, stream)?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tiles_grow_with_the_tokens_of_an_expert() {
-        let width = |format, tokens: usize, experts: usize| EXPERT_TILES[expert_tile(format, 4 * tokens, experts)];
-        let tile = |tokens: usize, experts: usize| width(Format::Mxfp4, tokens, experts);
-        let fp8 = |tokens: usize| width(Format::Fp8, tokens, 32);
-        assert_eq!([1, 32, 64, 128, 8192].map(fp8), [8, 8, 16, 128, 128]);
-        assert_eq!([1, 32, 64, 128, 512, 8192].map(|tokens| tile(tokens, 32)), [8, 8, 16, 32, 128, 256]);
-        assert_eq!([1, 64, 128, 256, 1024, 8192].map(|tokens| tile(tokens, 128)), [8, 8, 8, 16, 64, 256]);
-    }
 }

@@ -8,7 +8,7 @@ use kernels::{ExpertWeights, Kernels, SampleRow, Workspace};
 use kv::KvSlice;
 use model::rope::RopeAngles;
 use model::{ModelConfig, ShardPlan};
-use scheduler::plan::{RowOutput, RowOutputKind, StepOutput, StepPlan};
+use scheduler::plan::{RowFailure, RowOutput, RowOutputKind, StepOutput, StepPlan};
 use types::{DpGroup, PageId, SlotId, TokenId};
 
 use super::activations::Activations;
@@ -18,7 +18,7 @@ use super::forward::{Forward, RankModel};
 use super::graphs::{DecodeGraphs, GraphKey};
 use super::kv_cache::{CacheReader, RankCache};
 use super::products::Fp8Activations;
-use super::sampler::{DeviceSampler, Drawing, Drawn};
+use super::sampler::{DeviceSampler, Drawing};
 use super::step_inputs::StepInputs;
 use super::{CudaOptions, HEAD_DIM, Loaded, Precision};
 use crate::{Engine, EngineError, KvListener, KvPort};
@@ -72,6 +72,8 @@ struct PendingRow {
     slot: SlotId,
     /// Its row of the draw.
     draw: Option<usize>,
+    /// Why it has none, if it was to sample.
+    failure: Option<RowFailure>,
     /// Alternatives that it reports beside the token, if log-probabilities are wanted.
     logprobs: Option<u32>,
     logits: Vec<f32>,
@@ -135,6 +137,7 @@ impl CudaRank {
                 max_step_tokens: tokens,
                 vocab_size: config.vocab_size,
                 window: config.window,
+                max_context,
             },
             cache: RankCache::new(&stream, config, &plan, options, loaded.filler)?,
             acts,
@@ -275,6 +278,7 @@ impl CudaRank {
                 Err(_) => {
                     for row in pending.rows.iter_mut().filter(|row| row.draw == Some(*draw)) {
                         row.draw = None;
+                        row.failure = Some(RowFailure::NothingAllowed);
                         let slot = self.limits.own(row.slot).expect("a row that draws is the group's own");
                         self.last_tokens[slot] = LastToken::Known(0);
                     }
@@ -346,7 +350,7 @@ impl Engine for CudaRank {
             }
             let logprobs = draw.and_then(|draw| u32::try_from(batch.sample_rows[draw].logprobs).ok());
             let logits = if batch.logits[idx].is_empty() { Vec::new() } else { self.fetch_logits(&batch, idx)? };
-            rows.push(PendingRow { slot: row.slot, draw, logprobs, logits });
+            rows.push(PendingRow { slot: row.slot, draw, failure: None, logprobs, logits });
         }
         let draws = plan.rows.iter().any(|row| row.output == RowOutputKind::Sample);
         let end = if draws { None } else { Some(self.gpu.stream.record()?) };
@@ -371,15 +375,14 @@ impl Engine for CudaRank {
         end.map(|end| end.wait()).transpose()?;
         self.collective.check()?;
         let mut outputs = Vec::with_capacity(rows.len());
-        for PendingRow { slot, draw, logprobs, logits } in rows {
+        for PendingRow { slot, draw, failure, logprobs, logits } in rows {
             let Some((row, draws)) = draw.zip(draws.as_ref()) else {
-                outputs.push(RowOutput { slot, sampled: None, logits });
+                outputs.push(RowOutput { slot, sampled: None, failure, logits });
                 continue;
             };
-            let sampled = match draws.row(row, logprobs) {
-                Drawn::Token(token) => Some(token),
-                Drawn::NotANumber => return Err(EngineError::NotANumber { step, slot: slot.0 }),
-                Drawn::NothingAllowed => None,
+            let (sampled, failure) = match draws.row(row, logprobs) {
+                Ok(token) => (Some(token), None),
+                Err(failure) => (None, Some(failure)),
             };
             let own = self.limits.own(slot).expect("a row that draws is the group's own");
             let last = &mut self.last_tokens[own];
@@ -387,10 +390,10 @@ impl Engine for CudaRank {
             if *last == (LastToken::Drawn { launch, row }) {
                 *last = LastToken::Known(sampled.as_ref().map_or(0, |sampled| sampled.token));
             }
-            if sampled.is_none() {
-                tracing::warn!(step, slot = slot.0, "no token is allowed");
+            if let Some(failure) = failure {
+                tracing::warn!(step, slot = slot.0, ?failure, "a row has no token");
             }
-            outputs.push(RowOutput { slot, sampled, logits });
+            outputs.push(RowOutput { slot, sampled, failure, logits });
         }
         if let Some(draws) = draws {
             self.sampler.give_back(draws);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use device::{DeviceBuffer, Landing, PinnedBuffer, Stream, View};
 use kernels::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
-use scheduler::plan::SlotBinding;
+use scheduler::plan::{RowFailure, SlotBinding};
 use types::{SampledToken, Sampling, TokenId, TokenLogprob, TokenMask};
 
 use super::pinned_ring::PinnedRing;
@@ -64,6 +64,7 @@ pub(crate) struct Drawing {
     tokens: Landing<i32>,
     status: Landing<u32>,
     reports: Reports,
+    vocab: usize,
 }
 
 /// Log-probabilities are fetched for steps in which a row reports them.
@@ -72,17 +73,11 @@ enum Reports {
     Landing { logprobs: Landing<f32>, top_tokens: Landing<i32>, top_logprobs: Landing<f32> },
 }
 
-/// What became of a row of a draw.
-pub(crate) enum Drawn {
-    Token(SampledToken),
-    /// Its logits hold a NaN.
-    NotANumber,
-    /// Masks and biases of minus infinity leave no token.
-    NothingAllowed,
-}
-
 /// A draw that has arrived.
-pub(crate) struct Draws(HostDraws);
+pub(crate) struct Draws {
+    host: HostDraws,
+    vocab: usize,
+}
 
 impl DeviceSampler {
     /// # Errors
@@ -249,12 +244,13 @@ impl DeviceSampler {
             } else {
                 Reports::Unused(reports)
             },
+            vocab: self.vocab,
         })
     }
 
     /// Takes back the buffers of a draw that has been read.
     pub(crate) fn give_back(&mut self, draws: Draws) {
-        self.free.push(draws.0);
+        self.free.push(draws.host);
     }
 }
 
@@ -286,27 +282,56 @@ impl Drawing {
                 top_logprobs: top_logprobs.wait()?,
             },
         };
-        Ok(Draws(HostDraws { tokens: self.tokens.wait()?, status: self.status.wait()?, reports }))
+        let host = HostDraws { tokens: self.tokens.wait()?, status: self.status.wait()?, reports };
+        Ok(Draws { host, vocab: self.vocab })
     }
 }
 
 impl Draws {
     /// Row `row`, with log-probabilities if it was to report them (`Some(n)`: and the `n` most probable tokens).
-    pub(crate) fn row(&self, row: usize, logprobs: Option<u32>) -> Drawn {
-        let Self(HostDraws { tokens, status, reports }) = self;
-        if status[row] == SampleStatus::NotANumber as u32 {
-            return Drawn::NotANumber;
-        }
-        if status[row] == SampleStatus::NothingAllowed as u32 {
-            return Drawn::NothingAllowed;
-        }
+    ///
+    /// # Errors
+    /// Why it has no token.
+    pub(crate) fn row(&self, row: usize, logprobs: Option<u32>) -> Result<SampledToken, RowFailure> {
+        let HostDraws { tokens, status, reports } = &self.host;
+        let token = token_of(status[row], tokens[row], self.vocab)?;
         let first = row * MAX_TOP_LOGPROBS;
         let top = first..first + logprobs.unwrap_or(0) as usize;
         let tops = reports.top_tokens[top.clone()].iter().zip(&reports.top_logprobs[top]);
-        Drawn::Token(SampledToken {
-            token: tokens[row] as TokenId,
+        Ok(SampledToken {
+            token,
             logprob: logprobs.map(|_| reports.logprobs[row]),
             top: tops.map(|(token, logprob)| TokenLogprob { token: *token as TokenId, logprob: *logprob }).collect(),
         })
+    }
+}
+
+/// What a row's status and token say. A token that does not exist is never passed on: the next step would look it up.
+fn token_of(status: u32, token: i32, vocab: usize) -> Result<TokenId, RowFailure> {
+    if status == SampleStatus::NothingAllowed as u32 {
+        return Err(RowFailure::NothingAllowed);
+    }
+    let exists = TokenId::try_from(token).ok().filter(|token| (*token as usize) < vocab);
+    exists.filter(|_| status == SampleStatus::Drawn as u32).ok_or(RowFailure::NotANumber)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_that_does_not_exist_is_none() {
+        use SampleStatus::{Drawn, NotANumber, NothingAllowed};
+        for (status, token, want) in [
+            (Drawn as u32, 0, Ok(0)),
+            (Drawn as u32, 99, Ok(99)),
+            (Drawn as u32, 100, Err(RowFailure::NotANumber)),
+            (Drawn as u32, -1, Err(RowFailure::NotANumber)),
+            (NotANumber as u32, 0, Err(RowFailure::NotANumber)),
+            (NothingAllowed as u32, 0, Err(RowFailure::NothingAllowed)),
+            (3, 0, Err(RowFailure::NotANumber)),
+        ] {
+            assert_eq!(token_of(status, token, 100), want, "status {status}, token {token}");
+        }
     }
 }

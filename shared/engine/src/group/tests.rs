@@ -1,3 +1,4 @@
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use scheduler::plan::{RowOutput, RowOutputKind, RowTokens, StepRow};
@@ -186,7 +187,7 @@ impl Engine for Half {
         let rows = plan.rows.iter().map(|row| {
             // Every rank has something to say, but only two of them are asked.
             let logits = if row.slot.0 / 2 == self.rank / 2 { vec![self.rank as f32] } else { Vec::new() };
-            RowOutput { slot: row.slot, sampled: None, logits }
+            RowOutput { slot: row.slot, sampled: None, failure: None, logits }
         });
         Ok(StepOutput { step: plan.step, rows: rows.collect() })
     }
@@ -217,4 +218,66 @@ fn each_row_comes_from_the_first_rank_of_its_attention_group() {
     let output = group.collect().expect("all run");
     let rows: Vec<_> = output.rows.into_iter().map(|row| (row.slot.0, row.logits)).collect();
     assert_eq!(rows, [(2, vec![2.0]), (0, vec![0.0]), (3, vec![2.0]), (1, vec![0.0])]);
+}
+
+/// A rank whose loss is heard by the others when its engine is dropped, as kernels are that wait for it. Rank 2 fails.
+struct Alarmed {
+    rank: u32,
+    alarm: Arc<AtomicBool>,
+    fault: Arc<Fault>,
+    failure: Failure,
+}
+
+impl Engine for Alarmed {
+    fn launch(&mut self, plan: &Arc<StepPlan>) -> Result<(), EngineError> {
+        match self.failure {
+            Failure::Panic if self.rank == 2 => panic!("made to"),
+            Failure::Error if self.rank == 2 => {
+                return Err(EngineError::Plan { step: plan.step, reason: "made to".into() });
+            }
+            Failure::Panic | Failure::Error => {}
+        }
+        while !self.alarm.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        Err(EngineError::Setup(format!("rank {} heard the alarm", self.rank)))
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        unreachable!("no step is launched to its end")
+    }
+
+    fn export_kv(&self, _: &KvSlice, _: PageId, _: &mut [u8]) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn import_kv(&mut self, _: &KvSlice, _: PageId, _: &[u8]) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+impl Drop for Alarmed {
+    fn drop(&mut self) {
+        self.alarm.store(true, Ordering::Release);
+        // Time for the others to be first with what they know.
+        let start = Instant::now();
+        while self.rank == 2 && self.fault.check().is_ok() && start.elapsed() < Duration::from_secs(5) {
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn ranks_that_a_lost_one_wakes_are_not_blamed() {
+    for (failure, reason) in [(Failure::Panic, "panicked: made to"), (Failure::Error, "step 7 cannot be run: made to")]
+    {
+        let (fault, alarm) = (Arc::new(Fault::new(4)), Arc::new(AtomicBool::new(false)));
+        let seen = fault.clone();
+        let construct = move |rank| Ok(Alarmed { rank, alarm: alarm.clone(), fault: seen.clone(), failure });
+        let group = EngineGroup::start("test", 4, layout(), fault, construct).expect("nothing fails yet");
+        match launch(&group, 7).and_then(|()| group.collect().map(drop)) {
+            Err(EngineError::RankLost { rank: 2, reason: found }) => assert_eq!(found, reason),
+            other => panic!("rank 2 is lost, not {other:?}"),
+        }
+    }
 }

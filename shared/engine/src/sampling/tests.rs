@@ -233,3 +233,41 @@ fn a_mask_comes_before_everything_else_and_leaves_logprobs_alone() {
         assert!((f64::from(masked.logprob.unwrap()) - (3.0 - log_sum)).abs() < 1e-5);
     }
 }
+
+/// The inverse of a subnormal temperature is infinite.
+#[test]
+fn the_coldest_draws_are_greedy() {
+    let mut logits: Vec<f32> = (0..700).map(|token| (token * 37 % 100) as f32 * 0.1).collect();
+    logits[123] = f32::NEG_INFINITY;
+    logits[456] = 10.5;
+    let cold = |temperature| Sampling { temperature, seed: 3, ..Sampling::default() };
+    for temperature in [1e-40, f32::from_bits(1), f32::MIN_POSITIVE] {
+        for sampling in [
+            cold(temperature),
+            Sampling { top_p: 0.9, ..cold(temperature) },
+            Sampling { top_k: 5, ..cold(temperature) },
+            Sampling { top_k: 50, top_p: 0.5, min_p: 0.1, ..cold(temperature) },
+            Sampling { min_p: 0.1, ..cold(temperature) },
+        ] {
+            assert_eq!(draw_once(sampling.clone(), &logits).token, 456, "{sampling:?}");
+            let penalised = Sampling { presence_penalty: 1.0, frequency_penalty: 0.5, ..sampling };
+            let greedy = Sampling { temperature: 0.0, ..penalised.clone() };
+            let draw = |sampling| {
+                let mut slot = slot(sampling, &[1], &[456, 456]);
+                Sampler::default().sample(&mut slot, &mut logits.clone(), None).token
+            };
+            // The best is now one of seven equals, of which the coldest draw may take any.
+            let (greedy, token) = (draw(greedy), draw(penalised.clone()));
+            assert_eq!(greedy, 27, "{penalised:?}");
+            assert_eq!(logits[token as usize], logits[27], "{penalised:?}");
+        }
+    }
+}
+
+#[test]
+fn neither_nan_nor_infinity_is_a_number() {
+    assert!(are_numbers(&[0.0, -1.0, f32::NEG_INFINITY, f32::MAX]));
+    for broken in [f32::NAN, -f32::NAN, f32::INFINITY] {
+        assert!(!are_numbers(&[0.0, broken, 1.0]), "{broken}");
+    }
+}

@@ -87,6 +87,17 @@ impl Driver {
     }
 }
 
+/// Fills the first page of a sequence with NaNs, in one head of the first layer of full attention.
+pub(crate) fn damage(driver: &Driver, slot: u32) {
+    let layout = driver.group.kv_layout();
+    let layer = layout.layers(PageGroup::Full)[0];
+    let slice = KvSlice { group: PageGroup::Full, layer, page: 0, head_start: 0, head_count: 1 };
+    let rank = layout.rank_of(driver.slots.of(SlotId(slot)), 0);
+    // All bits set are a NaN in f32, bf16 and E4M3.
+    let write = KvWrite { slice, page: driver.sequences[&slot].full[0], bytes: vec![0xff; layout.head_bytes()] };
+    driver.group.import_kv(rank, vec![write]).expect("the slice is on this rank");
+}
+
 /// Copies all pages of a slot from one group to another, head by head, as a transfer would.
 pub(crate) fn copy_kv(from: &Driver, to: &Driver, slot: u32) {
     let layouts = [from.group.kv_layout(), to.group.kv_layout()];

@@ -12,7 +12,7 @@ use types::{SampledToken, SlotId, TicketId, TokenId};
 use super::{DecodeAction, DecodeScheduler};
 use crate::in_flight::StepMismatch;
 use crate::mask::MaskPromise;
-use crate::plan::{PageDelta, RowOutputKind, RowTokens, SlotBinding, StepOutput, StepPlan, StepRow};
+use crate::plan::{PageDelta, RowFailure, RowOutputKind, RowTokens, SlotBinding, StepOutput, StepPlan, StepRow};
 use crate::sequence::SequenceSpec;
 use crate::ticket::{AbortReason, Outcome, Taken, Ticket};
 
@@ -152,25 +152,38 @@ impl DecodeScheduler {
     }
 
     /// Takes in what the oldest step in flight yielded: a [`DecodeAction::Token`] for each row whose sequence is still here, and
-    /// [`DecodeAction::Ended`] for those that it ends, also for want of a mask.
+    /// [`DecodeAction::Ended`] for those that it ends, also for want of a mask or of numbers.
     ///
     /// # Errors
-    /// [`StepMismatch`] when the output is not that of the oldest step in flight: the engine is broken.
+    /// [`StepMismatch`] when the output is not that of the oldest step in flight, or when no sequence has logits that are numbers: the engine
+    /// is broken.
     pub fn complete(&mut self, output: StepOutput, out: &mut Vec<DecodeAction>) -> Result<(), StepMismatch> {
         let step = output.step;
+        let (mut broken, mut is_sound) = (0, false);
         for (ticket, row) in self.in_flight.pop(output)? {
-            match (row.sampled, self.sequences.get(&ticket)) {
-                (Some(token), _) => self.deliver(ticket, token, out),
-                // Its mask was abandoned with it.
-                (None, None) => {}
-                (None, Some(sequence)) if sequence.spec.constraint.is_some() => {
+            match (row.sampled, row.failure, self.sequences.get(&ticket)) {
+                (Some(token), ..) => {
+                    is_sound = true;
+                    self.deliver(ticket, token, out);
+                }
+                // It has ended, and its mask was abandoned with it; or the step before ended it, and this one read what was broken.
+                (None, _, None) => {}
+                (None, Some(RowFailure::NotANumber), Some(_)) => {
+                    broken += 1;
+                    self.end(ticket, Outcome::Aborted(AbortReason::NotANumber), out);
+                }
+                (None, _, Some(sequence)) if sequence.spec.constraint.is_some() => {
                     self.end(ticket, Outcome::Aborted(AbortReason::ConstraintFailed), out);
                 }
-                (None, Some(_)) => return Err(StepMismatch::NoToken { step, slot: row.slot.0 }),
+                (None, _, Some(_)) => return Err(StepMismatch::NoToken { step, slot: row.slot.0 }),
             }
         }
         self.groups.iter_mut().for_each(|group| group.retired.step_completed(step));
-        Ok(())
+        if is_sound {
+            self.numbers.sound_row();
+            return Ok(());
+        }
+        self.numbers.broken_step(step, broken)
     }
 
     /// The next output token of a sequence; those of sequences that have ended are dropped.

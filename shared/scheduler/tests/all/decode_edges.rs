@@ -1,7 +1,7 @@
 use kv::{Incomplete, KvSlice, SliceError};
 use scheduler::Taken;
 use scheduler::plan::RowTokens;
-use scheduler::{AbortReason, DecodeScheduler, Gone, Outcome, Phase, Refusal, TicketError};
+use scheduler::{AbortReason, DecodeScheduler, Gone, Outcome, Phase, Refusal, StepMismatch, TicketError};
 use types::{FinishReason, KvLayout, PageGroup};
 
 use crate::decode_rig::{DecodeRig, TTL, config};
@@ -413,6 +413,69 @@ fn a_row_without_its_mask_ends_its_sequence_and_no_other() {
         assert_eq!(record.outcome, Some(Outcome::Aborted(AbortReason::ConstraintFailed)));
         assert_eq!(record.tokens.len(), tokens_before, "nothing is delivered without a mask");
         assert_eq!(rig.records[&ticket(2)].outcome, None);
+    }
+}
+
+#[test]
+fn a_row_without_numbers_ends_its_sequence_and_no_other() {
+    for lookahead in [false, true] {
+        let mut rig = rig(lookahead);
+        rig.join(ticket(1), endless(1, 20, 50));
+        rig.join(ticket(2), endless(2, 20, 50));
+        while rig.plan() {}
+        let slot = rig.plans[0].rows[0].slot;
+        rig.engine.broken.insert(slot);
+        while rig.outcome(ticket(1)).is_none() {
+            rig.complete();
+        }
+        assert_eq!(rig.outcome(ticket(1)), aborted(AbortReason::NotANumber));
+        assert_eq!(rig.records[&ticket(1)].tokens.len(), 1, "prefill's, and nothing that was drawn from no numbers");
+        assert_eq!(rig.outcome(ticket(2)), None);
+        // What is in flight behind it is nobody's. Then the slot and its pages are another's.
+        while rig.complete() {}
+        rig.engine.broken.clear();
+        rig.join(ticket(3), endless(3, 20, 50));
+        rig.run();
+        assert_eq!([2, 3].map(|id| rig.outcome(ticket(id))), [FINISHED; 2]);
+        rig.check_tokens();
+    }
+}
+
+/// Runs the batch until the scheduler calls the engine broken.
+fn run_until_broken(rig: &mut DecodeRig) -> Option<StepMismatch> {
+    loop {
+        while rig.plan() {}
+        let plan = rig.plans.pop_front()?;
+        let output = rig.engine.execute(&plan);
+        if let Err(error) = rig.scheduler.complete(output, &mut Vec::new()) {
+            return Some(error);
+        }
+    }
+}
+
+#[test]
+fn a_step_of_several_rows_without_any_number_is_the_weights_fault() {
+    for lookahead in [false, true] {
+        let mut rig = rig(lookahead);
+        rig.join(ticket(1), endless(1, 20, 50));
+        rig.join(ticket(2), endless(2, 20, 50));
+        rig.engine.broken.extend((0..4).map(types::SlotId));
+        assert_eq!(run_until_broken(&mut rig), Some(StepMismatch::NotNumbers { step: 0, sequences: 2 }));
+    }
+}
+
+#[test]
+fn three_sequences_in_succession_without_a_number_are_the_weights_fault() {
+    for lookahead in [false, true] {
+        let mut rig = rig(lookahead);
+        rig.engine.broken.extend((0..4).map(types::SlotId));
+        for id in 1..=2 {
+            rig.join(ticket(id), endless(id as u32, 20, 50));
+            assert_eq!(run_until_broken(&mut rig), None, "rows in flight behind an ended sequence do not count");
+        }
+        rig.join(ticket(3), endless(3, 20, 50));
+        let error = run_until_broken(&mut rig);
+        assert!(matches!(error, Some(StepMismatch::NotNumbers { sequences: 3, .. })), "{error:?}");
     }
 }
 

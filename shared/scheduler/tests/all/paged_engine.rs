@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
 use kv::{KvSlice, PageMap, PageShape, PageTables};
-use scheduler::plan::{PageDelta, RowOutput, RowOutputKind, RowTokens, StepOutput, StepPlan};
+use scheduler::plan::{PageDelta, RowFailure, RowOutput, RowOutputKind, RowTokens, StepOutput, StepPlan};
 use types::{DpGroup, KvLayout, PageGroup, PageId, SlotGroups, SlotId, TokenId};
 
 use crate::sampled;
@@ -44,6 +44,8 @@ pub(crate) struct PagedEngine {
     /// `[layer of the group][head][position in page]` of each page.
     pages: HashMap<(DpGroup, PageGroup, PageId), Vec<TokenId>>,
     next_step: u64,
+    /// Slots whose logits are no numbers.
+    pub(crate) broken: BTreeSet<SlotId>,
     pub(crate) rows_run: u64,
     pub(crate) last_sampled_rows: u64,
 }
@@ -59,6 +61,7 @@ impl PagedEngine {
             slots: BTreeMap::new(),
             pages: HashMap::new(),
             next_step: 0,
+            broken: BTreeSet::new(),
             rows_run: 0,
             last_sampled_rows: 0,
         }
@@ -104,15 +107,21 @@ impl PagedEngine {
             for (position, token) in (row.position..end).zip(tokens) {
                 self.write(row_slot, position, token);
             }
-            let may_sample = row.mask.as_ref().is_none_or(|mask| mask.wait().is_ok());
-            let token = (row.output == RowOutputKind::Sample && may_sample).then(|| self.sample(row_slot, end));
+            let samples = row.output == RowOutputKind::Sample;
+            let failure = if row.mask.as_ref().is_some_and(|mask| mask.wait().is_err()) {
+                Some(RowFailure::NothingAllowed)
+            } else {
+                self.broken.contains(&row_slot).then_some(RowFailure::NotANumber)
+            };
+            let failure = failure.filter(|_| samples);
+            let token = (samples && failure.is_none()).then(|| self.sample(row_slot, end));
             let slot = self.slots.get_mut(&row_slot).expect("looked up above");
             slot.cached = Some(end);
             if row.output == RowOutputKind::Sample {
-                // A row without its mask leaves something as well: a step behind it may be planned already.
+                // A row that fails leaves something as well: a step behind it may be planned already.
                 slot.sampled = Some((step, token.unwrap_or(0)));
             }
-            RowOutput { slot: row_slot, sampled: token.map(sampled), logits: Vec::new() }
+            RowOutput { slot: row_slot, sampled: token.map(sampled), failure, logits: Vec::new() }
         });
         StepOutput { step: plan.step, rows: rows.collect() }
     }

@@ -1,5 +1,5 @@
 use scheduler::plan::RowOutputKind;
-use scheduler::{AbortReason, PrefillOutcome, PrefillRefusal, PrefillScheduler, SequenceSpec};
+use scheduler::{AbortReason, PrefillOutcome, PrefillRefusal, PrefillScheduler, SequenceSpec, StepMismatch};
 use std::time::Duration;
 use types::FinishReason;
 
@@ -172,6 +172,44 @@ fn a_transfer_that_fails_while_computing_stops_the_prompt() {
     assert_eq!(rig.records[&ticket(1)].first_token, None);
     rig.deliver(ticket(2));
     assert!(rig.all_free());
+}
+
+#[test]
+fn a_prompt_without_numbers_ends_and_the_next_is_computed() {
+    for lookahead in [false, true] {
+        let mut rig = PrefillRig::new(config(1, 32, lookahead));
+        rig.submit(ticket(1), endless(1, 100, 10)).unwrap();
+        rig.submit(ticket(2), endless(2, 100, 10)).unwrap();
+        rig.engine.broken.insert(types::SlotId(0));
+        while rig.outcome(ticket(1)).is_none() {
+            rig.plan();
+            rig.complete();
+        }
+        assert_eq!(rig.outcome(ticket(1)), aborted(AbortReason::NotANumber));
+        assert_eq!(rig.records[&ticket(1)].first_token, None);
+        assert!(rig.aborts.contains(&ticket(1)), "what was sent of it must not be committed");
+        rig.engine.broken.clear();
+        rig.fail_transfer(ticket(1));
+        rig.run();
+        rig.deliver(ticket(2));
+        rig.check_first_token(ticket(2));
+        assert!(rig.all_free());
+    }
+}
+
+#[test]
+fn three_prompts_in_succession_without_a_number_are_the_weights_fault() {
+    let mut rig = PrefillRig::new(config(3, 128, false));
+    rig.engine.broken.extend((0..3).map(types::SlotId));
+    for id in 1..=3 {
+        rig.submit(ticket(id), endless(id as u32, 100, 10)).unwrap();
+    }
+    let completed = [(); 3].map(|()| {
+        let step = rig.scheduler.plan().expect("a prompt waits");
+        let output = rig.engine.execute(&step.plan);
+        rig.scheduler.complete(output, &mut Vec::new())
+    });
+    assert_eq!(completed, [Ok(()), Ok(()), Err(StepMismatch::NotNumbers { step: 2, sequences: 3 })]);
 }
 
 #[test]

@@ -157,6 +157,24 @@ fn nothing_of_a_step_that_fails_is_kept() {
 }
 
 #[test]
+fn a_prompt_without_numbers_takes_along_what_it_may_have_gone_on_from() {
+    let mut rig = PrefillRig::new(config(1, 64, false));
+    serve(&mut rig, prompt(100));
+    assert_eq!(rig.scheduler.counts().full.cached, 6);
+    rig.engine.broken.insert(types::SlotId(0));
+    rig.submit(ticket(2), prompt(200)).unwrap();
+    while rig.outcome(ticket(2)).is_none() {
+        rig.plan();
+        rig.complete();
+    }
+    rig.fail_transfer(ticket(2));
+    assert_eq!(rig.scheduler.counts().full.cached, 0);
+    assert!(rig.all_free());
+    rig.engine.broken.clear();
+    assert_eq!(serve(&mut rig, prompt(200)).0, 0, "computed anew");
+}
+
+#[test]
 fn a_prompt_that_waits_for_pages_gets_those_that_are_kept() {
     // Pages for one prompt of 1,199 tokens, and what is kept of three others.
     let mut small = config(2, 64, true);

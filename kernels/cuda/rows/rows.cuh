@@ -1,28 +1,23 @@
-// Sums and maxima over a warp and a block, eight bf16 at a time, and the norm of a row whose values are spread over a block.
+// Rows whose values are spread over a block, eight bf16 to a thread: sums, and the norm.
 #pragma once
-#include "ptx.cuh"
+#include "../ptx/ptx.cuh"
 
-namespace ptx {
+namespace rows {
 
 __device__ __forceinline__ void unpack8(const uint4& packed, float (&x)[8]) {
     const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[2 * i] = low_bf16(pairs[i]), x[2 * i + 1] = high_bf16(pairs[i]);
+    for (int i = 0; i < 4; ++i) x[2 * i] = ptx::low_bf16(pairs[i]), x[2 * i + 1] = ptx::high_bf16(pairs[i]);
 }
 
 __device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
-    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+    return make_uint4(ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]), ptx::pack_bf16(x[4], x[5]),
+                      ptx::pack_bf16(x[6], x[7]));
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
-    return x;
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
     return x;
 }
 
@@ -59,4 +54,4 @@ __device__ __forceinline__ uint4 block_norm(const uint4& row, const uint4& weigh
     return pack8(x);
 }
 
-}  // namespace ptx
+}  // namespace rows

@@ -46,13 +46,19 @@ fn max_part_bytes(layout: &KvLayout) -> usize {
     (layout.kv_heads as usize).saturating_mul(layout.head_bytes())
 }
 
-/// Runs what blocks on a thread of its own, which is left to itself when nobody waits for it any more.
+/// Runs what blocks, inside the driver for the most part, on a thread of its own. It is left to itself when nobody waits for it any more.
 async fn on_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> Result<T, DataError> + Send + 'static,
 ) -> Result<T, DataError> {
     let (outcome, done) = oneshot::channel();
     let thread = std::thread::Builder::new().name(name.into()).spawn(move || drop(outcome.send(work())));
-    thread.map_err(|error| DataError(format!("cannot start thread {name}: {error}")))?;
-    done.await.unwrap_or_else(|_| Err(DataError(format!("thread {name} panicked"))))
+    let thread = thread.map_err(|error| DataError(format!("cannot start thread {name}: {error}")))?;
+    #[cfg(feature = "cuda")]
+    let waited_for = device::DriverWork::begin();
+    let outcome = done.await.unwrap_or_else(|_| Err(DataError(format!("thread {name} panicked"))));
+    let _ = thread.join(); // at its end, which the outcome came from
+    #[cfg(feature = "cuda")]
+    waited_for.joined();
+    outcome
 }

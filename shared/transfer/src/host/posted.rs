@@ -58,9 +58,16 @@ pub(super) enum PostedState {
 pub(super) struct Connection {
     pub(super) id: u64,
     pub(super) peer: Arc<Greeting>,
-    pub(super) answers: mpsc::Sender<Frame>,
-    pub(super) stop: CancellationToken,
+    pub(super) answers: Answers,
     pub(super) data: Option<Arc<DataConnection>>,
+}
+
+/// The way to a connection's task, for whoever has something to answer later. It holds nothing of the connection: a thread of the data path that
+/// lets go of it last must not come to end that data path.
+#[derive(Clone)]
+pub(super) struct Answers {
+    pub(super) frames: mpsc::Sender<Frame>,
+    pub(super) stop: CancellationToken,
 }
 
 /// What HELLO said, and what came of it.
@@ -71,9 +78,15 @@ pub(super) struct Greeting {
 }
 
 impl Connection {
-    /// Queues an answer without waiting; a peer that does not read its answers loses the connection.
     pub(super) fn answer(&self, frame: Frame) {
-        if self.answers.try_send(frame).is_err() {
+        self.answers.send(frame);
+    }
+}
+
+impl Answers {
+    /// Queues an answer without waiting; a peer that does not read its answers loses the connection.
+    fn send(&self, frame: Frame) {
+        if self.frames.try_send(frame).is_err() {
             self.stop.cancel();
         }
     }
@@ -120,8 +133,8 @@ impl HostReceiver {
     /// Hands waiting batches on, as far as it is known where they go.
     fn pump(&self, tickets: &HashMap<TicketId, Posted>, connection: &Connection) {
         let Some(data) = &connection.data else { return };
-        let answers = connection.clone();
-        let landed = move |batch| answers.answer(Frame::Landed(batch));
+        let answers = connection.answers.clone();
+        let landed = move |batch| answers.send(Frame::Landed(batch));
         data.pump(&landed, |batch| match tickets.get(&batch.ticket) {
             Some(posted) if posted.is_on(connection) && posted.is_landing() => match &posted.landing {
                 None => Destination::Unknown,
@@ -208,9 +221,9 @@ impl HostReceiver {
                     return Ok(self.end(ticket, connection, refusal, || ArrivalEvent::Ended(cause)));
                 }
                 let event = || {
-                    let answers = connection.clone();
+                    let answers = connection.answers.clone();
                     let reply = CommitReply::new(move |verdict| {
-                        answers.answer(match verdict {
+                        answers.send(match verdict {
                             Ok(()) => Frame::Committed(ticket),
                             Err(reason) => Frame::Abort(ticket, reason),
                         });

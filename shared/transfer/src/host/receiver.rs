@@ -12,7 +12,7 @@ use types::{KvLayout, PeerId, TicketId};
 
 use super::data_connection::{Completions, DataConnection, Over};
 use super::frame_io::{FrameReader, FrameWriter};
-use super::posted::{Connection, Greeting, Posted, PostedState};
+use super::posted::{Answers, Connection, Greeting, Posted, PostedState};
 use super::{Stream, max_part_bytes, on_thread};
 use crate::config::TransferConfig;
 use crate::contract::{Arrival, ArrivalEvent, ArrivalSink, EndCause, SinkClosed};
@@ -69,12 +69,12 @@ impl HostReceiver {
         };
         let (answers, outgoing) = mpsc::channel(ANSWERS_MAX);
         let id = self.next_connection.fetch_add(1, Ordering::Relaxed);
-        let stop = stop.child_token();
-        let connection = Connection { id, peer: Arc::clone(&peer), answers, stop, data };
+        let answers = Answers { frames: answers, stop: stop.child_token() };
+        let connection = Connection { id, peer: Arc::clone(&peer), answers, data };
         let cause = tokio::select! {
             cause = self.read_frames(&mut reader, &mut completed, &connection) => cause,
             cause = self.write_answers(&mut writer, outgoing, id) => cause,
-            () = connection.stop.cancelled() => LossCause::Closed,
+            () = connection.answers.stop.cancelled() => LossCause::Closed,
         };
         tracing::debug!(peer = %peer.sender, %cause, "kv connection closed");
         if let Some(data) = &connection.data {

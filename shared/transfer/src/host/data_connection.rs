@@ -49,6 +49,7 @@ struct Waiting {
 }
 
 impl DataConnection {
+    /// Of a lane that may still be opening: dropping this closes it.
     pub(super) fn new(lane: Arc<dyn ReceiveDataLane>, completions: mpsc::UnboundedSender<Over>) -> Self {
         Self { lane, completions, waiting: Mutex::default(), outstanding: AtomicUsize::new(0) }
     }
@@ -130,6 +131,12 @@ impl DataConnection {
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for DataConnection {
+    fn drop(&mut self) {
+        self.lane.close();
     }
 }
 

@@ -106,7 +106,7 @@ impl HostReceiver {
                 return Some(Arrival { ticket: over.ticket, event });
             }
             Taken::Corrupt(slice) => (EndCause::Corrupt { slice }, AbortReason::Corrupt),
-            Taken::Failed(cause) => (EndCause::DataPath(cause), AbortReason::EngineFailed),
+            Taken::Failed(cause) | Taken::Broken(cause) => (EndCause::DataPath(cause), AbortReason::EngineFailed),
         };
         let commit = posted.ending.replace(ArrivalEvent::Ended(cause));
         connection.answer(Frame::Abort(over.ticket, reason));
@@ -160,6 +160,10 @@ impl HostReceiver {
         }
         let slice_bytes = (first.slice.head_count as usize).saturating_mul(self.layout.head_bytes());
         let bytes = slice_bytes.checked_mul(batch.slices.len()).ok_or(FrameError::Field("head_count"))?;
+        // HELLO said how large a batch may be. One that could not be taken would leave two-sided paths out of step.
+        if bytes > self.config.batch_bytes_max as usize {
+            return Err(FrameError::Field("batch of more than batch_bytes_max bytes"));
+        }
         let per_rank = self.layout.kv_heads / self.layout.tp;
         let is_sound = |slice: &KvSlice| {
             self.fits_layout(slice, slice_bytes) && slice.head_start / per_rank == batch.receiver_rank % self.layout.tp

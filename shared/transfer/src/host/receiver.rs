@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use bytes::Bytes;
 use tokio::io::{ReadHalf, WriteHalf};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -16,7 +17,7 @@ use super::posted::{Answers, Connection, Greeting, Posted, PostedState};
 use super::{Stream, max_part_bytes, on_thread};
 use crate::config::TransferConfig;
 use crate::contract::{Arrival, ArrivalEvent, ArrivalSink, EndCause, SinkClosed};
-use crate::data::{DataOffer, LaneSides, ReceiveData, negotiate};
+use crate::data::{DataError, DataOffer, LaneSides, PairRate, ReceiveData, Taken, negotiate};
 use crate::error::LossCause;
 use crate::frame::{Frame, FrameError};
 
@@ -63,7 +64,11 @@ impl HostReceiver {
             Err(_) => return tracing::debug!("kv connection without a greeting in time"),
         };
         let (completions, mut completed) = mpsc::unbounded_channel();
-        let data = match self.set_up(&peer, completions, &mut reader, &mut writer).await {
+        let data = tokio::select! {
+            data = self.set_up(&peer, completions, &mut reader, &mut writer) => data,
+            () = stop.cancelled() => return,
+        };
+        let data = match data {
             Ok(data) => data.map(Arc::new),
             Err(cause) => return tracing::warn!(peer = %peer.sender, %cause, "kv connection without a data path"),
         };
@@ -117,7 +122,7 @@ impl HostReceiver {
         Ok(peer.filter(|_| accepted))
     }
 
-    /// Opens the data path, if there is to be one. The sender hears from us meanwhile, as it would not wait for silence.
+    /// Opens the data path, if there is to be one. Each side hears from the other meanwhile: neither waits for one that is gone.
     async fn set_up(
         &self,
         peer: &Greeting,
@@ -126,34 +131,48 @@ impl HostReceiver {
         writer: &mut FrameWriter<WriteHalf<Box<dyn Stream>>>,
     ) -> Result<Option<DataConnection>, LossCause> {
         let Some(data) = self.data.get().filter(|_| !peer.paths.is_host()).cloned() else { return Ok(None) };
-        let setup = match timeout(self.config.setup_timeout(), reader.next()).await {
-            Ok(Ok(Frame::Setup(setup))) => setup,
-            Ok(Ok(other)) => return Err(FrameError::Unexpected(other.name()).into()),
-            Ok(Err(cause)) => return Err(cause),
-            Err(_) => return Err(LossCause::Silent(self.config.setup_timeout())),
-        };
-        let (sender, theirs, ours) = (peer.sender.clone(), Arc::clone(&peer.layout), self.layout.clone());
-        let paths = peer.paths.clone();
-        let open = on_thread("kv-open", move || {
-            data.open(&LaneSides { peer: &sender, sender: &theirs, receiver: &ours, paths: &paths }, &setup)
-        });
-        tokio::pin!(open);
-        let opened = loop {
-            match timeout(self.config.ping_interval(), &mut open).await {
-                Ok(opened) => break opened,
-                Err(_) => {
-                    writer.write(&Frame::Ping).await?;
-                    writer.flush().await?;
+        let setup = async {
+            loop {
+                match reader.next().await? {
+                    Frame::Ping => {}
+                    Frame::Setup(setup) => return Ok(setup),
+                    other => return Err(FrameError::Unexpected(other.name()).into()),
                 }
             }
         };
+        let limit = self.config.setup_timeout();
+        let setup = timeout(limit, setup).await.unwrap_or(Err(LossCause::Silent(limit)))?;
+        let (joins, to_join) = mpsc::unbounded_channel();
+        let opening = reader.listen_while(self.open(peer, data, completions, setup, joins));
+        let opened = writer.send_while(self.config.ping_interval(), to_join, opening).await??;
         let (answer, connection) = match opened {
-            Ok((lane, rates)) => (Frame::Opened(rates), Ok(Some(DataConnection::new(lane, completions)))),
-            Err(cause) => (Frame::Refused(cause.to_string()), Err(LossCause::Io(cause.to_string()))),
+            Ok((connection, rates)) => (Frame::Opened(rates), Ok(Some(connection))),
+            Err(cause) => (Frame::Refused(cause.to_string()), Err(LossCause::DataPath(cause))),
         };
         writer.write(&answer).await?;
         writer.flush().await?;
         connection
+    }
+
+    /// Dropped before it is over, it closes the lane, and what waits for the sender gives up.
+    async fn open(
+        &self,
+        peer: &Greeting,
+        data: Arc<dyn ReceiveData>,
+        completions: mpsc::UnboundedSender<Over>,
+        setup: Bytes,
+        joins: mpsc::UnboundedSender<Frame>,
+    ) -> Result<(DataConnection, Vec<PairRate>), DataError> {
+        let (sender, theirs, ours) = (peer.sender.clone(), Arc::clone(&peer.layout), self.layout.clone());
+        let paths = peer.paths.clone();
+        let open =
+            move || data.open(&LaneSides { peer: &sender, sender: &theirs, receiver: &ours, paths: &paths }, &setup);
+        let lane = on_thread("kv-open", open).await?;
+        let connection = DataConnection::new(Arc::clone(&lane), completions);
+        // A name for a connection that is gone is for nobody.
+        let connect = move || lane.connect(&|name| drop(joins.send(Frame::Join(name))));
+        let rates = on_thread("kv-connect", connect).await?;
+        Ok((connection, rates))
     }
 
     async fn read_frames(
@@ -168,7 +187,7 @@ impl HostReceiver {
                 biased;
                 Some(over) = completed.recv() => match self.on_batch_over(over, connection).await {
                     Ok(()) => continue,
-                    Err(SinkClosed) => return LossCause::Closed,
+                    Err(cause) => return cause,
                 },
                 frame = reader.next() => match frame {
                     Ok(frame) => frame,
@@ -191,16 +210,21 @@ impl HostReceiver {
     }
 
     /// A batch has left the data path: tells of its slices, and of the ticket's end if it waited for this.
-    async fn on_batch_over(&self, over: Over, connection: &Connection) -> Result<(), SinkClosed> {
+    async fn on_batch_over(&self, over: Over, connection: &Connection) -> Result<(), LossCause> {
         if let Some(data) = &connection.data {
             data.counted();
         }
+        if let Taken::Broken(cause) = over.taken {
+            // Whatever is taken from now on may be another batch's bytes.
+            return Err(LossCause::DataPath(cause));
+        }
+        let closed = |SinkClosed| LossCause::Closed;
         let ticket = over.ticket;
-        let slot = self.sink.slot().await?;
+        let slot = self.sink.slot().await.map_err(closed)?;
         if let Some(arrival) = self.take_over(over, connection) {
             slot(arrival);
         }
-        let slot = self.sink.slot().await?;
+        let slot = self.sink.slot().await.map_err(closed)?;
         if let Some(event) = self.take_ending(ticket, connection) {
             slot(Arrival { ticket, event });
         }

@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -108,22 +109,31 @@ impl HostSender {
         let (ours, theirs) = (self.layout.clone(), greeted.receiver_layout.clone());
         let (paths, other) = (greeted.paths.clone(), peer.clone());
         let open = move || data.open(&LaneSides { peer: &other, sender: &ours, receiver: &theirs, paths: &paths });
-        let (lane, setup) = on_thread("kv-open", open).await.map_err(failed)?;
+        let ping_interval = self.config.ping_interval();
+        let nothing = || mpsc::unbounded_channel().1;
+        let opening = on_thread("kv-open", open);
+        let opening = greeted.writer.send_while(ping_interval, nothing(), opening).await.map_err(lost)?;
+        let (lane, setup) = opening.map_err(failed)?;
+        // Dropped with this future, it closes the lane, and what waits for the receiver gives up.
         let staging = Staging::new(Arc::clone(&lane), &self.layout, &greeted.receiver_layout, &self.config);
         greeted.writer.write(&Frame::Setup(Bytes::from(setup))).await.map_err(lost)?;
         greeted.writer.flush().await.map_err(lost)?;
-        let opened = async {
+        let (joins, to_join) = std::sync::mpsc::channel();
+        let reader = &mut greeted.reader;
+        let opened = async move {
             loop {
-                match greeted.reader.next().await.map_err(lost)? {
+                match reader.next().await.map_err(lost)? {
                     Frame::Ping => {}
+                    Frame::Join(name) => drop(joins.send(name)), // who has failed tells that by itself
                     Frame::Opened(rates) => return Ok(rates),
                     Frame::Refused(reason) => return Err(failed(DataError(reason))),
                     other => return Err(lost(FrameError::Unexpected(other.name()).into())),
                 }
             }
         };
-        let connected = async { on_thread("kv-connect", move || lane.connect()).await.map_err(failed) };
-        let (rates, ()) = tokio::try_join!(opened, connected)?;
+        let connected = async { on_thread("kv-connect", move || lane.connect(to_join)).await.map_err(failed) };
+        let both = async { tokio::try_join!(opened, connected) };
+        let (rates, ()) = greeted.writer.send_while(ping_interval, nothing(), both).await.map_err(lost)??;
         for rate in rates {
             let (sender_rank, receiver_rank, path) = (rate.sender_rank, rate.receiver_rank, rate.path.name());
             tracing::info!(%peer, sender_rank, receiver_rank, path, mb_per_s = rate.mb_per_s, "kv data path is open");

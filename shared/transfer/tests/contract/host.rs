@@ -141,7 +141,7 @@ proptest! {
 
     /// Whatever a peer says, before or after a proper greeting, the receiver closes the connection and lives.
     #[test]
-    fn the_receiver_survives_any_bytes(greet in any::<bool>(), bytes in prop::collection::vec(any::<u8>(), 0..600), kind in 0_u8..18) {
+    fn the_receiver_survives_any_bytes(greet in any::<bool>(), bytes in prop::collection::vec(any::<u8>(), 0..600), kind in 0_u8..19) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         runtime.block_on(async {
             let world = support::piped(Options::default()).await;

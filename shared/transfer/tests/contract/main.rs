@@ -6,6 +6,7 @@ mod cuda;
 mod data;
 mod host;
 mod memory;
+mod out_of_step;
 mod support;
 
 use std::collections::BTreeSet;

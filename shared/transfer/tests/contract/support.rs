@@ -70,6 +70,8 @@ pub(crate) struct Options {
     pub(crate) sender_layout: KvLayout,
     pub(crate) receiver_layout: KvLayout,
     pub(crate) config: TransferConfig,
+    /// The receiver's, if it is another.
+    pub(crate) receiver_config: Option<TransferConfig>,
     pub(crate) sink_capacity: usize,
     /// Attention groups of the receiver: everything lands in the last one.
     pub(crate) groups: u32,
@@ -78,11 +80,16 @@ pub(crate) struct Options {
 impl Default for Options {
     fn default() -> Self {
         let (sender_layout, receiver_layout) = (layout(2), layout(4));
-        Self { sender_layout, receiver_layout, config: quick(), sink_capacity: 4096, groups: 1 }
+        let (config, receiver_config) = (quick(), None);
+        Self { sender_layout, receiver_layout, config, receiver_config, sink_capacity: 4096, groups: 1 }
     }
 }
 
 impl Options {
+    pub(crate) fn receiver_config(&self) -> &TransferConfig {
+        self.receiver_config.as_ref().unwrap_or(&self.config)
+    }
+
     pub(crate) fn group(&self) -> DpGroup {
         DpGroup(self.groups - 1)
     }
@@ -208,7 +215,7 @@ struct Ends {
 
 fn ends(options: &Options) -> Ends {
     let (sender, arrivals) = mpsc::channel(options.sink_capacity);
-    let (layout, config) = (options.receiver_layout.clone(), options.config.clone());
+    let (layout, config) = (options.receiver_layout.clone(), options.receiver_config().clone());
     let receiver = Arc::new(HostReceiver::new(World::decode_peer(), layout, config, Arc::new(Sink(sender))));
     Ends { receiver, arrivals, stop: CancellationToken::new(), tasks: TaskTracker::new() }
 }

@@ -1,4 +1,4 @@
-//! Frames of the `host` transport, little-endian.
+//! The frames of which every lane is made, little-endian.
 //!
 //! ```text
 //! magic u16 | kind u8 | 0 u8 | header_len u16 | payload_len u32 | header | crc32 of all before, u32 | payload

@@ -19,7 +19,7 @@ use crate::data::{
     BATCH_SLICES_MAX, Batch, DataCounters, DataError, DataOffer, Gathering, LaneSides, Path, SendData, SendDataLane,
     Stage,
 };
-use crate::host::staging_bytes;
+use crate::framed::staging_bytes;
 
 /// The caches of a prefill worker's ranks.
 pub struct DeviceSend {

@@ -12,7 +12,7 @@ use tokio_util::task::TaskTracker;
 use types::{KvLayout, PeerId};
 
 use super::frame_io::{FrameReader, FrameWriter};
-use super::lane::{HostLane, LaneReader, LaneWriter};
+use super::lane::{FramedLane, LaneReader, LaneWriter};
 use super::staging::Staging;
 use super::{Connector, on_thread};
 use crate::config::TransferConfig;
@@ -21,8 +21,8 @@ use crate::data::{DataError, DataOffer, LaneSides, Paths, SendData, negotiate};
 use crate::error::{LossCause, TransferError};
 use crate::frame::{Frame, FrameError, VERSION};
 
-/// Opens `host` lanes from one prefill worker.
-pub struct HostSender {
+/// Opens lanes from one prefill worker.
+pub struct FramedSender {
     connector: Arc<dyn Connector>,
     local: PeerId,
     layout: KvLayout,
@@ -32,7 +32,7 @@ pub struct HostSender {
     data: OnceLock<Arc<dyn SendData>>,
 }
 
-impl HostSender {
+impl FramedSender {
     /// Lanes run as tasks of `tasks` until they are dropped, lost, or `stop` is cancelled.
     #[must_use]
     pub fn new(
@@ -150,7 +150,7 @@ struct Greeted {
     paths: Paths,
 }
 
-impl SendTransport for HostSender {
+impl SendTransport for FramedSender {
     fn connect<'a>(
         &'a self,
         address: &'a str,
@@ -173,7 +173,7 @@ impl SendTransport for HostSender {
             let staging = timeout(limit, self.set_up(&mut greeted, peer)).await.unwrap_or_else(late)?;
             let Greeted { reader, writer, .. } = greeted;
             let (config, stop) = (self.config.clone(), self.stop.child_token());
-            let (lane, run) = HostLane::new(peer.clone(), config, staging, stop, reader, writer);
+            let (lane, run) = FramedLane::new(peer.clone(), config, staging, stop, reader, writer);
             self.tasks.spawn(run);
             Ok(Box::new(lane) as Box<dyn SendLane>)
         }

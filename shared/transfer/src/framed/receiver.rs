@@ -24,8 +24,8 @@ use crate::frame::{Frame, FrameError};
 /// Frames that wait for a connection: answers only, so few. A peer that reads none of them is closed.
 const ANSWERS_MAX: usize = 4096;
 
-/// Takes `host` lanes on one decode worker. The service accepts streams and runs [`HostReceiver::serve`] on each.
-pub struct HostReceiver {
+/// Takes lanes on one decode worker. The service accepts streams and runs [`FramedReceiver::serve`] on each.
+pub struct FramedReceiver {
     pub(super) local: PeerId,
     pub(super) layout: KvLayout,
     pub(super) config: TransferConfig,
@@ -35,8 +35,8 @@ pub struct HostReceiver {
     pub(super) data: OnceLock<Arc<dyn ReceiveData>>,
 }
 
-impl HostReceiver {
-    /// Nothing runs until [`HostReceiver::serve`] is called.
+impl FramedReceiver {
+    /// Nothing runs until [`FramedReceiver::serve`] is called.
     #[must_use]
     pub fn new(local: PeerId, layout: KvLayout, config: TransferConfig, sink: Arc<dyn ArrivalSink>) -> Self {
         assert!(layout.tp > 0 && layout.kv_heads.is_multiple_of(layout.tp), "the engine was built with this layout");

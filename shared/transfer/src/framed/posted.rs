@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use types::{DpGroup, KvLayout, PeerId, TicketId};
 
 use super::data_connection::{DataConnection, Destination, Over};
-use super::receiver::HostReceiver;
+use super::receiver::FramedReceiver;
 use crate::contract::{Arrival, ArrivalEvent, CommitReply, EndCause, Part, ReceiveTransport, Revoked};
 use crate::data::{Batch, DataError, Paths, Taken};
 use crate::error::{AbortReason, TransferError};
@@ -92,7 +92,7 @@ impl Answers {
     }
 }
 
-impl HostReceiver {
+impl FramedReceiver {
     pub(super) fn take_over(&self, over: Over, connection: &Connection) -> Option<Arrival> {
         let mut tickets = self.tickets();
         let posted = tickets.get_mut(&over.ticket).filter(|posted| posted.is_on(connection))?;
@@ -371,7 +371,7 @@ impl HostReceiver {
     }
 }
 
-impl ReceiveTransport for HostReceiver {
+impl ReceiveTransport for FramedReceiver {
     fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError> {
         let mut tickets = self.tickets();
         let limit = self.config.tickets_max;

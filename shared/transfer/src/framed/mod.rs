@@ -1,5 +1,5 @@
-//! Lanes of frames over byte streams. By themselves they are the `host` transport, for the CPU engine and for devices that cannot reach each
-//! other; with a [data path](crate::data) beside them the frames only announce what that one moves.
+//! Lanes of frames over byte streams, which every transfer has. By themselves they carry the bytes too, through host memory, for the CPU engine and for
+//! devices that cannot reach each other; with a [data path](crate::data) beside them the frames only announce what that one moves.
 //!
 //! The receiver itself writes what arrives into its pages, so its fence is plain: no arrival, no write. It still asks the sender to
 //! acknowledge an ABORT before it says so, as transports must whose peers write into our memory.
@@ -22,10 +22,13 @@ use types::KvLayout;
 
 use crate::data::DataError;
 
-pub use receiver::HostReceiver;
-pub use sender::HostSender;
+pub use receiver::FramedReceiver;
+pub use sender::FramedSender;
 #[cfg(feature = "cuda")]
 pub(crate) use staging::staging_bytes;
+
+/// The name of this protocol in tickets, whatever moves the bytes of its lanes.
+pub const TRANSPORT: &str = "host";
 
 /// A connected byte stream.
 pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}

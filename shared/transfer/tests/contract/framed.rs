@@ -1,4 +1,4 @@
-//! What is particular to the `host` transport: peers that fall silent, never answer, or speak nonsense; and the lanes above it.
+//! What is particular to lanes of frames: peers that fall silent, never answer, or speak nonsense; and the lanes above it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use transfer::data::DataOffer;
 use transfer::frame::{Decoded, Frame};
-use transfer::host::{Connector, HostSender, Stream};
+use transfer::framed::{Connector, FramedSender, Stream};
 use transfer::{
     AbortReason, ArrivalEvent, EndCause, Lanes, LossCause, ReceiveTransport, Revoked, SendTransport, TransferError,
     TransportChoice,
@@ -29,11 +29,11 @@ impl Connector for PlayedPeer {
     }
 }
 
-fn sender_to_played_peer() -> (HostSender, DuplexStream) {
+fn sender_to_played_peer() -> (FramedSender, DuplexStream) {
     let (ours, theirs) = tokio::io::duplex(1 << 16);
     let connector = Arc::new(PlayedPeer(std::sync::Mutex::new(Some(ours))));
     let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
-    (HostSender::new(connector, World::prefill_peer(), layout(2), quick(), tasks, stop), theirs)
+    (FramedSender::new(connector, World::prefill_peer(), layout(2), quick(), tasks, stop), theirs)
 }
 
 async fn write(stream: &mut DuplexStream, frame: &Frame) {

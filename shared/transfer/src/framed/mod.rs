@@ -7,11 +7,11 @@
 mod data_connection;
 mod frame_io;
 mod lane;
-mod posted;
 mod receiver;
 mod sender;
 mod staging;
 mod ticket;
+mod ticket_table;
 
 use std::io;
 

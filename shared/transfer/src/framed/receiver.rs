@@ -1,24 +1,24 @@
 //! The receiving side: one task a connection, one table of posted tickets for all of them.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
+use kv::PageTables;
 use tokio::io::{ReadHalf, WriteHalf};
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
-use types::{KvLayout, PeerId, TicketId};
+use types::{DpGroup, KvLayout, PeerId, TicketId};
 
 use super::data_connection::{Completions, DataConnection, Over};
 use super::frame_io::{FrameReader, FrameWriter};
-use super::posted::{Answers, Connection, Greeting, Posted, PostedState};
+use super::ticket_table::{Answers, Connection, Greeting, TicketTable};
 use super::{Stream, max_part_bytes, on_thread};
 use crate::config::TransferConfig;
-use crate::contract::{Arrival, ArrivalEvent, ArrivalSink, EndCause, SinkClosed};
+use crate::contract::{Arrival, ArrivalEvent, ArrivalSink, ReceiveTransport, Revoked, SinkClosed};
 use crate::data::{DataError, DataOffer, LaneSides, PairRate, ReceiveData, Taken, negotiate};
-use crate::error::LossCause;
+use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::{Frame, FrameError};
 
 /// Frames that wait for a connection: answers only, so few. A peer that reads none of them is closed.
@@ -26,21 +26,20 @@ const ANSWERS_MAX: usize = 4096;
 
 /// Takes lanes on one decode worker. The service accepts streams and runs [`FramedReceiver::serve`] on each.
 pub struct FramedReceiver {
-    pub(super) local: PeerId,
-    pub(super) layout: KvLayout,
-    pub(super) config: TransferConfig,
-    pub(super) sink: Arc<dyn ArrivalSink>,
-    pub(super) tickets: Mutex<HashMap<TicketId, Posted>>,
-    pub(super) next_connection: AtomicU64,
-    pub(super) data: OnceLock<Arc<dyn ReceiveData>>,
+    local: PeerId,
+    layout: KvLayout,
+    config: TransferConfig,
+    sink: Arc<dyn ArrivalSink>,
+    tickets: TicketTable,
+    next_connection: AtomicU64,
+    data: OnceLock<Arc<dyn ReceiveData>>,
 }
 
 impl FramedReceiver {
     /// Nothing runs until [`FramedReceiver::serve`] is called.
     #[must_use]
     pub fn new(local: PeerId, layout: KvLayout, config: TransferConfig, sink: Arc<dyn ArrivalSink>) -> Self {
-        assert!(layout.tp > 0 && layout.kv_heads.is_multiple_of(layout.tp), "the engine was built with this layout");
-        let tickets = Mutex::new(HashMap::new());
+        let tickets = TicketTable::new(layout.clone(), config.clone());
         Self { local, layout, config, sink, tickets, next_connection: AtomicU64::new(0), data: OnceLock::new() }
     }
 
@@ -194,14 +193,14 @@ impl FramedReceiver {
                     Err(cause) => return cause,
                 },
             };
-            if self.is_late_part(&frame, connection, &mut last_gone) {
+            if self.tickets.is_late_part(&frame, connection, &mut last_gone) {
                 continue;
             }
             // Room first: a ticket leaves the table and its arrival enters the sink in one step that nothing can cut in two.
             let Ok(slot) = self.sink.slot().await else {
                 return LossCause::Closed;
             };
-            match self.on_frame(frame, connection) {
+            match self.tickets.on_frame(frame, connection) {
                 Ok(Some(arrival)) => slot(arrival),
                 Ok(None) => {}
                 Err(error) => return error.into(),
@@ -221,11 +220,11 @@ impl FramedReceiver {
         let closed = |SinkClosed| LossCause::Closed;
         let ticket = over.ticket;
         let slot = self.sink.slot().await.map_err(closed)?;
-        if let Some(arrival) = self.take_over(over, connection) {
+        if let Some(arrival) = self.tickets.take_over(over, connection) {
             slot(arrival);
         }
         let slot = self.sink.slot().await.map_err(closed)?;
-        if let Some(event) = self.take_ending(ticket, connection) {
+        if let Some(event) = self.tickets.take_ending(ticket, connection) {
             slot(Arrival { ticket, event });
         }
         Ok(())
@@ -250,31 +249,36 @@ impl FramedReceiver {
             if let Err(cause) = written.await {
                 return cause;
             }
-            if self.has_overdue_abort(connection_id) {
+            if self.tickets.has_overdue_abort(connection_id, Instant::now()) {
                 return LossCause::AbortUnanswered(self.config.ack_timeout());
             }
         }
     }
 
     async fn end_tickets_of(&self, connection_id: u64, cause: &LossCause) {
-        let ended: Vec<(TicketId, Posted)> = self
-            .tickets()
-            .extract_if(|_, posted| match &posted.state {
-                PostedState::Bound(connection) | PostedState::Revoking { connection, .. } => {
-                    connection.id == connection_id
-                }
-                PostedState::Waiting => false,
-            })
-            .collect();
-        for (ticket, posted) in ended {
-            let cause = match posted.state {
-                PostedState::Revoking { .. } => EndCause::Revoked,
-                _ => EndCause::Lost(cause.clone()),
-            };
+        for (ticket, cause) in self.tickets.take_tickets_of(connection_id, cause) {
             match self.sink.slot().await {
                 Ok(slot) => slot(Arrival { ticket, event: ArrivalEvent::Ended(cause) }),
                 Err(SinkClosed) => return,
             }
         }
+    }
+}
+
+impl ReceiveTransport for FramedReceiver {
+    fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError> {
+        self.tickets.post(ticket, sender)
+    }
+
+    fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables) {
+        self.tickets.land(ticket, group, tables);
+    }
+
+    fn revoke(&self, ticket: TicketId, reason: AbortReason) -> Revoked {
+        self.tickets.revoke(ticket, reason, Instant::now())
+    }
+
+    fn num_open(&self) -> usize {
+        self.tickets.num_open()
     }
 }

@@ -1,8 +1,9 @@
-//! The receiver's table of tickets: what each frame, and each order of this side, does to one.
+//! The receiver's table of tickets: what each frame, and each order of this side, does to one. Has no clock and does not wait: time comes in, and what
+//! is to be told of goes out.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv::{KvSlice, PageTables};
 use tokio::sync::mpsc;
@@ -11,23 +12,23 @@ use tokio_util::sync::CancellationToken;
 use types::{DpGroup, KvLayout, PeerId, TicketId};
 
 use super::data_connection::{DataConnection, Destination, Over};
-use super::receiver::FramedReceiver;
-use crate::contract::{Arrival, ArrivalEvent, CommitReply, EndCause, Part, ReceiveTransport, Revoked};
+use crate::config::TransferConfig;
+use crate::contract::{Arrival, ArrivalEvent, CommitReply, EndCause, Part, Revoked};
 use crate::data::{Batch, DataError, Paths, Taken};
-use crate::error::{AbortReason, TransferError};
+use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::{Frame, FrameError};
 
-pub(super) struct Posted {
-    pub(super) sender: PeerId,
+struct Posted {
+    sender: PeerId,
     /// Parts taken, duplicates counted in.
-    pub(super) num_parts: u32,
-    pub(super) state: PostedState,
+    num_parts: u32,
+    state: PostedState,
     /// Where slices go: pages of an attention group.
-    pub(super) landing: Option<(DpGroup, Arc<PageTables>)>,
+    landing: Option<(DpGroup, Arc<PageTables>)>,
     /// Batches that were announced and are not over.
-    pub(super) batches: u32,
+    batches: u32,
     /// How the ticket ends once no batch is left.
-    pub(super) ending: Option<ArrivalEvent>,
+    ending: Option<ArrivalEvent>,
 }
 
 impl Posted {
@@ -44,7 +45,7 @@ impl Posted {
     }
 }
 
-pub(super) enum PostedState {
+enum PostedState {
     /// No BEGIN yet.
     Waiting,
     /// Parts come over this connection.
@@ -92,7 +93,19 @@ impl Answers {
     }
 }
 
-impl FramedReceiver {
+/// The tickets of one decode worker.
+pub(super) struct TicketTable {
+    layout: KvLayout,
+    config: TransferConfig,
+    tickets: Mutex<HashMap<TicketId, Posted>>,
+}
+
+impl TicketTable {
+    pub(super) fn new(layout: KvLayout, config: TransferConfig) -> Self {
+        assert!(layout.tp > 0 && layout.kv_heads.is_multiple_of(layout.tp), "the engine was built with this layout");
+        Self { layout, config, tickets: Mutex::default() }
+    }
+
     pub(super) fn take_over(&self, over: Over, connection: &Connection) -> Option<Arrival> {
         let mut tickets = self.tickets();
         let posted = tickets.get_mut(&over.ticket).filter(|posted| posted.is_on(connection))?;
@@ -256,7 +269,7 @@ impl FramedReceiver {
         }
     }
 
-    pub(super) fn tickets(&self) -> MutexGuard<'_, HashMap<TicketId, Posted>> {
+    fn tickets(&self) -> MutexGuard<'_, HashMap<TicketId, Posted>> {
         self.tickets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -362,17 +375,31 @@ impl FramedReceiver {
             && bytes == slice.head_count as usize * layout.head_bytes()
     }
 
-    pub(super) fn has_overdue_abort(&self, connection_id: u64) -> bool {
+    /// Whether a sender has not acknowledged an ABORT in time, by `now`.
+    pub(super) fn has_overdue_abort(&self, connection_id: u64, now: Instant) -> bool {
         let limit = self.config.ack_timeout();
         self.tickets().values().any(|posted| match &posted.state {
-            PostedState::Revoking { connection, since } => connection.id == connection_id && since.elapsed() > limit,
+            PostedState::Revoking { connection, since } => connection.id == connection_id && now - *since > limit,
             _ => false,
         })
     }
-}
 
-impl ReceiveTransport for FramedReceiver {
-    fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError> {
+    /// Takes out the tickets of a connection that was lost, with how each one ended.
+    pub(super) fn take_tickets_of(&self, connection_id: u64, cause: &LossCause) -> Vec<(TicketId, EndCause)> {
+        let is_its = |posted: &Posted| match &posted.state {
+            PostedState::Bound(connection) | PostedState::Revoking { connection, .. } => connection.id == connection_id,
+            PostedState::Waiting => false,
+        };
+        let ended: Vec<_> = self.tickets().extract_if(|_, posted| is_its(posted)).collect();
+        let cause = |posted: &Posted| match posted.state {
+            PostedState::Revoking { .. } => EndCause::Revoked,
+            _ => EndCause::Lost(cause.clone()),
+        };
+        ended.into_iter().map(|(ticket, posted)| (ticket, cause(&posted))).collect()
+    }
+
+    /// As [`ReceiveTransport::post`](crate::ReceiveTransport::post).
+    pub(super) fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError> {
         let mut tickets = self.tickets();
         let limit = self.config.tickets_max;
         if tickets.contains_key(&ticket) {
@@ -395,7 +422,8 @@ impl ReceiveTransport for FramedReceiver {
         Ok(())
     }
 
-    fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables) {
+    /// As [`ReceiveTransport::land`](crate::ReceiveTransport::land).
+    pub(super) fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables) {
         let mut open = self.tickets();
         let Some(posted) = open.get_mut(&ticket) else { return };
         posted.landing = Some((group, Arc::new(tables.clone())));
@@ -405,7 +433,8 @@ impl ReceiveTransport for FramedReceiver {
         }
     }
 
-    fn revoke(&self, ticket: TicketId, reason: AbortReason) -> Revoked {
+    /// As [`ReceiveTransport::revoke`](crate::ReceiveTransport::revoke).
+    pub(super) fn revoke(&self, ticket: TicketId, reason: AbortReason, now: Instant) -> Revoked {
         let mut tickets = self.tickets();
         let Entry::Occupied(posted) = tickets.entry(ticket) else {
             return Revoked::NotOpen;
@@ -419,7 +448,7 @@ impl ReceiveTransport for FramedReceiver {
                 let connection = connection.clone();
                 connection.answer(Frame::Abort(ticket, reason));
                 let posted = posted.into_mut();
-                posted.state = PostedState::Revoking { connection: connection.clone(), since: Instant::now() };
+                posted.state = PostedState::Revoking { connection: connection.clone(), since: now };
                 // A COMMIT that was not told of: what it answers comes behind the ABORT.
                 posted.ending = None;
                 self.pump(&tickets, &connection);
@@ -429,7 +458,8 @@ impl ReceiveTransport for FramedReceiver {
         }
     }
 
-    fn num_open(&self) -> usize {
+    /// As [`ReceiveTransport::num_open`](crate::ReceiveTransport::num_open).
+    pub(super) fn num_open(&self) -> usize {
         self.tickets().len()
     }
 }

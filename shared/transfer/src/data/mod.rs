@@ -173,14 +173,14 @@ pub trait ReceiveDataLane: Send + Sync {
     fn connect(&self, join: &dyn Fn(Bytes)) -> Result<Vec<PairRate>, DataError>;
 
     /// Takes a batch; those of one pair in the order of announcements. Never blocks.
-    fn take(&self, taking: Taking);
+    fn take(&self, order: BatchOrder);
 
     /// The lane is lost or closed, perhaps before it was open: batches taken and not over end soon, within a bound. Idempotent.
     fn close(&self);
 }
 
 /// A batch to be moved, and what to do then.
-pub struct Taking {
+pub struct BatchOrder {
     /// Which.
     pub batch: Batch,
     /// Its bytes.
@@ -188,12 +188,12 @@ pub struct Taking {
     /// The physical page of each slice; `None`: the bytes go nowhere.
     pub pages: Option<Vec<PageId>>,
     /// Called once nothing of the batch is read or written any more, and everything is in its page. Does not block.
-    pub done: Box<dyn FnOnce(Taken) + Send>,
+    pub done: Box<dyn FnOnce(BatchOutcome) + Send>,
 }
 
 /// How a batch ended.
 #[derive(Debug)]
-pub enum Taken {
+pub enum BatchOutcome {
     /// The bytes are in their pages, or were to go nowhere.
     Whole,
     /// A checksum does not match; something was written.

@@ -13,7 +13,7 @@ use super::open_pairs::PairEnd;
 use super::piece;
 use super::slots::{Owner, SLOTS, Slots};
 use crate::config::TransferConfig;
-use crate::data::{BATCH_SLICES_MAX, Batch, DataCounters, DataError, Stage, StagedSlice, Taken, Taking};
+use crate::data::{BATCH_SLICES_MAX, Batch, BatchOrder, BatchOutcome, DataCounters, DataError, Stage, StagedSlice};
 
 /// The way out of the staging of one rank of a sender.
 #[derive(Clone)]
@@ -57,12 +57,12 @@ impl Source {
     }
 
     /// The outcome of a batch that failed. What is sent and not received stays in the way of the next batch.
-    pub(super) fn failed(&self, error: DataError) -> Taken {
+    pub(super) fn failed(&self, error: DataError) -> BatchOutcome {
         match self {
-            Self::Ipc { .. } => Taken::Failed(error),
+            Self::Ipc { .. } => BatchOutcome::Failed(error),
             Self::Nccl { link, .. } => {
                 link.abort();
-                Taken::Broken(error)
+                BatchOutcome::Broken(error)
             }
         }
     }
@@ -73,7 +73,7 @@ pub(super) struct Job {
     /// Tells lanes apart.
     pub(super) lane: u64,
     pub(super) source: Source,
-    pub(super) taking: Taking,
+    pub(super) order: BatchOrder,
 }
 
 /// The way to the thread. Dropping it ends the thread behind what was sent.
@@ -121,8 +121,8 @@ impl LandingThread {
             Some(jobs) => jobs.send(job).err().map(|refused| refused.0),
             None => Some(job),
         };
-        if let Some(Job { taking, .. }) = refused {
-            (taking.done)(Taken::Failed(DataError("the landing thread has ended".into())));
+        if let Some(Job { order, .. }) = refused {
+            (order.done)(BatchOutcome::Failed(DataError("the landing thread has ended".into())));
         }
     }
 }
@@ -167,7 +167,7 @@ struct UnderWay {
     bytes: usize,
     /// Open until the move is over.
     source: Source,
-    done: Box<dyn FnOnce(Taken) + Send>,
+    done: Box<dyn FnOnce(BatchOutcome) + Send>,
 }
 
 impl Worker {
@@ -196,14 +196,14 @@ impl Worker {
     fn take(&mut self, job: Job) {
         let waits_for_sender = matches!(job.source, Source::Nccl { .. });
         // What would have been fetched is left there; what is sent must be received, so that the two ends stay in step.
-        if job.taking.pages.is_none() && !waits_for_sender {
-            return (job.taking.done)(Taken::Whole);
+        if job.order.pages.is_none() && !waits_for_sender {
+            return (job.order.done)(BatchOutcome::Whole);
         }
         self.slots.push(Owner { lane: job.lane, waits_for_sender }, job);
     }
 
-    fn begin(&mut self, slot: usize, Job { source, taking, .. }: Job) {
-        let Taking { batch, bytes, pages, done } = taking;
+    fn begin(&mut self, slot: usize, Job { source, order, .. }: Job) {
+        let BatchOrder { batch, bytes, pages, done } = order;
         let moved = self.enqueue_move(&source, &batch, bytes, slot);
         let scattered = moved.and_then(|(start, moved)| {
             let scatter = pages.map(|pages| self.enqueue_scatter(&source, &batch, &pages, &moved, slot)).transpose()?;
@@ -214,13 +214,13 @@ impl Worker {
                 self.under_way.push(UnderWay { slot, scatter, start, moved, batch, bytes, source, done });
             }
             Err(error) => {
-                let taken = source.failed(error);
+                let outcome = source.failed(error);
                 // Part of it may have been enqueued. What cannot be waited for is a broken stream, which runs nothing; what waited for the sender has
                 // been aborted.
                 let _ = source.moves().synchronize();
                 let _ = source.scatters().synchronize();
                 self.slots.end(slot);
-                done(taken);
+                done(outcome);
             }
         }
     }
@@ -281,9 +281,9 @@ impl Worker {
         match (outcome, &source) {
             (Err(error), _) => done(source.failed(error)),
             (Ok(_), Source::Nccl { link, .. }) if link.is_aborted() => {
-                done(Taken::Broken(DataError("the communicator was aborted".into())));
+                done(BatchOutcome::Broken(DataError("the communicator was aborted".into())));
             }
-            (Ok(taken), _) => done(taken),
+            (Ok(outcome), _) => done(outcome),
         }
     }
 
@@ -294,25 +294,25 @@ impl Worker {
         moved: &Event,
         batch: &Batch,
         bytes: usize,
-    ) -> Result<Taken, DataError> {
+    ) -> Result<BatchOutcome, DataError> {
         let Some(scatter) = scatter else {
             moved.wait()?;
-            return Ok(Taken::Whole);
+            return Ok(BatchOutcome::Whole);
         };
         let scattered = scatter.event().clone();
         let table = scatter.wait()?;
         self.counters.passed(Stage::Move, bytes, moved.elapsed_us(start)?);
         self.counters.passed(Stage::Scatter, bytes, scattered.elapsed_us(moved)?);
-        let mut taken = Taken::Whole;
+        let mut outcome = BatchOutcome::Whole;
         if batch.is_checked {
             let differs = batch.slices.iter().zip(table.checksums()).find(|(staged, found)| staged.checksum != **found);
             self.counters.compared(batch.slices.len(), differs.is_some());
             if let Some((staged, _)) = differs {
-                taken = Taken::Corrupt(staged.slice);
+                outcome = BatchOutcome::Corrupt(staged.slice);
             }
         }
         self.tables.push(table);
-        Ok(taken)
+        Ok(outcome)
     }
 }
 

@@ -16,7 +16,8 @@ use super::setup::{self, StagingHandle};
 use super::{offer, pairs};
 use crate::config::TransferConfig;
 use crate::data::{
-    DataCounters, DataError, DataOffer, LaneSides, PairRate, Path, ReceiveData, ReceiveDataLane, Taken, Taking,
+    BatchOrder, BatchOutcome, DataCounters, DataError, DataOffer, LaneSides, PairRate, Path, ReceiveData,
+    ReceiveDataLane,
 };
 
 /// The caches of a decode worker's ranks.
@@ -175,17 +176,17 @@ impl ReceiveDataLane for DeviceReceiveLane {
         Ok(rates)
     }
 
-    fn take(&self, taking: Taking) {
-        let pair @ (_, receiver) = (taking.batch.sender_rank, taking.batch.receiver_rank);
-        let (first, bytes) = (taking.batch.offset as usize, taking.bytes);
+    fn take(&self, order: BatchOrder) {
+        let pair @ (_, receiver) = (order.batch.sender_rank, order.batch.receiver_rank);
+        let (first, bytes) = (order.batch.offset as usize, order.bytes);
         let Some(source) = self.sources.get(pair) else {
-            return (taking.done)(Taken::Failed(DataError(format!("ranks {pair:?} share no heads"))));
+            return (order.done)(BatchOutcome::Failed(DataError(format!("ranks {pair:?} share no heads"))));
         };
         if first.checked_add(bytes).is_none_or(|end| end > source.bytes()) {
             let error = DataError(format!("bytes {first} + {bytes} are not in staging"));
-            return (taking.done)(source.failed(error));
+            return (order.done)(source.failed(error));
         }
-        self.worker.threads[receiver as usize].send(Job { lane: self.id, source, taking });
+        self.worker.threads[receiver as usize].send(Job { lane: self.id, source, order });
     }
 
     fn close(&self) {

@@ -11,13 +11,13 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use types::{DpGroup, KvLayout, PeerId, TicketId};
 
-use super::data_connection::{Completions, DataConnection, Over};
+use super::data_connection::{BatchEnd, Completions, DataConnection};
 use super::frame_io::{FrameReader, FrameWriter};
 use super::ticket_table::{Answers, Connection, Greeting, TicketTable};
 use super::{Stream, max_part_bytes, on_thread};
 use crate::config::TransferConfig;
 use crate::contract::{Arrival, ArrivalEvent, ArrivalSink, ReceiveTransport, Revoked, SinkClosed};
-use crate::data::{DataError, DataOffer, LaneSides, PairRate, ReceiveData, Taken, negotiate};
+use crate::data::{BatchOutcome, DataError, DataOffer, LaneSides, PairRate, ReceiveData, negotiate};
 use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::{Frame, FrameError};
 
@@ -125,7 +125,7 @@ impl FramedReceiver {
     async fn set_up(
         &self,
         peer: &Greeting,
-        completions: mpsc::UnboundedSender<Over>,
+        completions: mpsc::UnboundedSender<BatchEnd>,
         reader: &mut FrameReader<ReadHalf<Box<dyn Stream>>>,
         writer: &mut FrameWriter<WriteHalf<Box<dyn Stream>>>,
     ) -> Result<Option<DataConnection>, LossCause> {
@@ -158,7 +158,7 @@ impl FramedReceiver {
         &self,
         peer: &Greeting,
         data: Arc<dyn ReceiveData>,
-        completions: mpsc::UnboundedSender<Over>,
+        completions: mpsc::UnboundedSender<BatchEnd>,
         setup: Bytes,
         joins: mpsc::UnboundedSender<Frame>,
     ) -> Result<(DataConnection, Vec<PairRate>), DataError> {
@@ -184,7 +184,7 @@ impl FramedReceiver {
         loop {
             let frame = tokio::select! {
                 biased;
-                Some(over) = completed.recv() => match self.on_batch_over(over, connection).await {
+                Some(end) = completed.recv() => match self.on_batch_end(end, connection).await {
                     Ok(()) => continue,
                     Err(cause) => return cause,
                 },
@@ -209,22 +209,22 @@ impl FramedReceiver {
     }
 
     /// A batch has left the data path: tells of its slices, and of the ticket's end if it waited for this.
-    async fn on_batch_over(&self, over: Over, connection: &Connection) -> Result<(), LossCause> {
+    async fn on_batch_end(&self, end: BatchEnd, connection: &Connection) -> Result<(), LossCause> {
         if let Some(data) = &connection.data {
             data.counted();
         }
-        if let Taken::Broken(cause) = over.taken {
+        if let BatchOutcome::Broken(cause) = end.outcome {
             // Whatever is taken from now on may be another batch's bytes.
             return Err(LossCause::DataPath(cause));
         }
         let closed = |SinkClosed| LossCause::Closed;
-        let ticket = over.ticket;
+        let ticket = end.ticket;
         let slot = self.sink.slot().await.map_err(closed)?;
-        if let Some(arrival) = self.tickets.take_over(over, connection) {
+        if let Some(arrival) = self.tickets.on_batch_end(end, connection) {
             slot(arrival);
         }
         let slot = self.sink.slot().await.map_err(closed)?;
-        if let Some(event) = self.tickets.take_ending(ticket, connection) {
+        if let Some(event) = self.tickets.end_if_settled(ticket, connection) {
             slot(Arrival { ticket, event });
         }
         Ok(())

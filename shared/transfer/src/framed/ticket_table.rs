@@ -11,10 +11,10 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use types::{DpGroup, KvLayout, PeerId, TicketId};
 
-use super::data_connection::{DataConnection, Destination, Over};
+use super::data_connection::{BatchEnd, DataConnection, Destination};
 use crate::config::TransferConfig;
 use crate::contract::{Arrival, ArrivalEvent, CommitReply, EndCause, Part, Revoked};
-use crate::data::{Batch, DataError, Paths, Taken};
+use crate::data::{Batch, BatchOutcome, DataError, Paths};
 use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::{Frame, FrameError};
 
@@ -106,29 +106,31 @@ impl TicketTable {
         Self { layout, config, tickets: Mutex::default() }
     }
 
-    pub(super) fn take_over(&self, over: Over, connection: &Connection) -> Option<Arrival> {
+    pub(super) fn on_batch_end(&self, end: BatchEnd, connection: &Connection) -> Option<Arrival> {
         let mut tickets = self.tickets();
-        let posted = tickets.get_mut(&over.ticket).filter(|posted| posted.is_on(connection))?;
+        let posted = tickets.get_mut(&end.ticket).filter(|posted| posted.is_on(connection))?;
         posted.batches -= 1;
-        if !posted.is_landing() || !over.was_wanted {
+        if !posted.is_landing() || !end.was_wanted {
             return None;
         }
-        let (cause, reason) = match over.taken {
-            Taken::Whole => {
-                let event = ArrivalEvent::Landed { slices: over.slices, bytes: over.bytes };
-                return Some(Arrival { ticket: over.ticket, event });
+        let (cause, reason) = match end.outcome {
+            BatchOutcome::Whole => {
+                let event = ArrivalEvent::Landed { slices: end.slices, bytes: end.bytes };
+                return Some(Arrival { ticket: end.ticket, event });
             }
-            Taken::Corrupt(slice) => (EndCause::Corrupt { slice }, AbortReason::Corrupt),
-            Taken::Failed(cause) | Taken::Broken(cause) => (EndCause::DataPath(cause), AbortReason::EngineFailed),
+            BatchOutcome::Corrupt(slice) => (EndCause::Corrupt { slice }, AbortReason::Corrupt),
+            BatchOutcome::Failed(cause) | BatchOutcome::Broken(cause) => {
+                (EndCause::DataPath(cause), AbortReason::EngineFailed)
+            }
         };
         let commit = posted.ending.replace(ArrivalEvent::Ended(cause));
-        connection.answer(Frame::Abort(over.ticket, reason));
+        connection.answer(Frame::Abort(end.ticket, reason));
         drop(tickets);
         drop(commit); // whose verdict, should it be one, comes behind the ABORT
         None
     }
 
-    pub(super) fn take_ending(&self, ticket: TicketId, connection: &Connection) -> Option<ArrivalEvent> {
+    pub(super) fn end_if_settled(&self, ticket: TicketId, connection: &Connection) -> Option<ArrivalEvent> {
         let mut tickets = self.tickets();
         let posted = tickets.get_mut(&ticket)?;
         if !posted.is_on(connection) || posted.batches > 0 || posted.ending.is_none() {

@@ -12,8 +12,8 @@ use futures_util::future::BoxFuture;
 use kv::KvSlice;
 use transfer::TransportChoice;
 use transfer::data::{
-    Batch, DataError, DataOffer, Gathering, LaneSides, PairRate, Path, ReceiveData, ReceiveDataLane, SendData,
-    SendDataLane, Taken, Taking,
+    Batch, BatchOrder, BatchOutcome, DataError, DataOffer, Gathering, LaneSides, PairRate, Path, ReceiveData,
+    ReceiveDataLane, SendData, SendDataLane,
 };
 use transfer::fault::FaultPlan;
 use types::{KvLayout, PageId};
@@ -255,15 +255,15 @@ impl ReceiveData for MemoryReceive {
         let number = u64::from_le_bytes(setup.try_into().map_err(|_| DataError("not a number".into()))?);
         let staging = STAGING.lock().unwrap().as_ref().and_then(|staging| staging.get(&number).cloned());
         let staging = staging.ok_or_else(|| DataError(format!("no staging {number}")))?;
-        let (queue, inbox) = mpsc::channel::<Taking>();
+        let (queue, inbox) = mpsc::channel::<BatchOrder>();
         let (cache, broken) = (Arc::clone(&self.cache), self.script.broken_batch);
         std::thread::spawn(move || {
-            while let Ok(taking) = inbox.recv() {
+            while let Ok(order) = inbox.recv() {
                 std::thread::sleep(Duration::from_micros(200));
-                if broken == Some(taking.batch.id) {
-                    (taking.done)(Taken::Broken(DataError("out of step".into())));
+                if broken == Some(order.batch.id) {
+                    (order.done)(BatchOutcome::Broken(DataError("out of step".into())));
                 } else {
-                    take(&cache, &staging, taking);
+                    take(&cache, &staging, order);
                 }
             }
         });
@@ -271,9 +271,9 @@ impl ReceiveData for MemoryReceive {
     }
 }
 
-fn take(cache: &MemoryCache, staging: &Staging, taking: Taking) {
-    let Taking { batch, bytes, pages, done } = taking;
-    let Some(pages) = pages else { return done(Taken::Whole) };
+fn take(cache: &MemoryCache, staging: &Staging, order: BatchOrder) {
+    let BatchOrder { batch, bytes, pages, done } = order;
+    let Some(pages) = pages else { return done(BatchOutcome::Whole) };
     let staging = staging[batch.sender_rank as usize].lock().unwrap();
     let first = batch.offset as usize;
     let staged = staging[first..first + bytes].chunks(bytes / batch.slices.len());
@@ -286,11 +286,11 @@ fn take(cache: &MemoryCache, staging: &Staging, taking: Taking) {
             corrupt.get_or_insert(slice.slice);
         }
     }
-    done(corrupt.map_or(Taken::Whole, Taken::Corrupt));
+    done(corrupt.map_or(BatchOutcome::Whole, BatchOutcome::Corrupt));
 }
 
 struct MemoryReceiveLane {
-    queue: Mutex<mpsc::Sender<Taking>>,
+    queue: Mutex<mpsc::Sender<BatchOrder>>,
     script: Arc<Script>,
 }
 
@@ -320,8 +320,8 @@ impl ReceiveDataLane for MemoryReceiveLane {
         Ok(vec![PairRate { sender_rank: 0, receiver_rank: 0, path: Path::Ipc, mb_per_s: 1 }])
     }
 
-    fn take(&self, taking: Taking) {
-        self.queue.lock().unwrap().send(taking).unwrap();
+    fn take(&self, order: BatchOrder) {
+        self.queue.lock().unwrap().send(order).unwrap();
     }
 
     fn close(&self) {

@@ -64,19 +64,24 @@ pub fn main() -> ExitCode {
     if let Some(traces) = traces {
         traces.finish();
     }
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+    let code = match outcome {
+        Ok(()) => 0,
         // Whoever reads standard output has seen enough, as in `damask chat ... | head`.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if is_broken_pipe(&error) => 0,
         Err(error) => {
             match format {
                 // In one piece, since the services of a stack share standard error.
                 LogFormat::Text => drop(std::io::stderr().write_all(format!("error: {error:#}\n").as_bytes())),
                 LogFormat::Json => tracing::error!(error = format!("{error:#}"), "failed"),
             }
-            ExitCode::from(if is_usage(&error) { EXIT_USAGE as u8 } else { 1 })
+            if is_usage(&error) { EXIT_USAGE as u8 } else { 1 }
         }
+    };
+    // Told to end while a model was loading, say. Logs are written line by line, and the last spans have been sent.
+    if device::was_work_given_up() {
+        device::leave(code);
     }
+    ExitCode::from(code)
 }
 
 /// Starts the log; and for a service, the sending of spans where a collector is named.

@@ -18,7 +18,7 @@ use chassis::net::{Network, grpc};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use scheduler::DecodeScheduler;
-use transfer::host::HostReceiver;
+use transfer::framed::{FramedReceiver, TRANSPORT};
 use transfer::{Arrival, ArrivalSink, ArrivalSlot, SinkClosed};
 use types::{KvEndpoint, Role, WorkerDescription};
 use wire::pb::decode_server::DecodeServer;
@@ -29,9 +29,6 @@ pub use error::DecodeError;
 
 use service::DecodeService;
 use state::{DecodeState, Message};
-
-/// Name of the transport in tickets.
-const TRANSPORT: &str = "host";
 
 /// Runs the worker until `shutdown` orders its end.
 ///
@@ -67,7 +64,7 @@ pub async fn run(config: Config, network: Arc<dyn Network>, shutdown: Shutdown) 
     let vocab_size = description.fingerprint.vocab_size;
     let (mailbox, inbox) = step_loop::mailbox(&config.step_loop);
     let sink = Arc::new(MailboxSink(mailbox.clone()));
-    let receiver = Arc::new(HostReceiver::new(runtime.peer.clone(), layout, config.transfer.clone(), sink));
+    let receiver = Arc::new(FramedReceiver::new(runtime.peer.clone(), layout, config.transfer.clone(), sink));
     runtime.serve_admin(admin);
     let on_drain = {
         let mailbox = mailbox.clone();

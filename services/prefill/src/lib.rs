@@ -19,7 +19,7 @@ use chassis::net::{Network, grpc};
 use engine::KvListener;
 use scheduler::PrefillScheduler;
 use tokio_util::task::TaskTracker;
-use transfer::host::HostSender;
+use transfer::framed::FramedSender;
 use transfer::{Lanes, SendTransport};
 use types::{KvLayout, Role, WorkerDescription};
 use wire::pb::prefill_server::PrefillServer;
@@ -64,7 +64,7 @@ async fn run_with_lanes(
     let listener = runtime.bind("grpc", &config.listen).await?;
     let description = Arc::new(describe(&config, &sizes.engine, &model, &layout, &runtime));
     let (mailbox, inbox) = step_loop::mailbox(&config.step_loop);
-    let transport = HostSender::new(
+    let transport = FramedSender::new(
         Arc::new(NetworkConnector(Arc::clone(&runtime.network))),
         runtime.peer.clone(),
         layout,

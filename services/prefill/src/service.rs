@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use tonic::{Request, Response, Status as GrpcStatus};
 use tracing::{Instrument, Span};
 use transfer::Lanes;
+use transfer::framed::TRANSPORT;
 use types::{GenerateRequest, KvEndpoint, PeerId, PrefillEvent, Ticket, WorkerDescription, WorkerState};
 use wire::InvalidMessage;
 use wire::convert::sequence;
@@ -27,9 +28,6 @@ use crate::state::{Message, Submit};
 
 /// Events of one prompt: `FirstToken`, then `Committed`, `Finished` or an error. All fit, so the step loop never waits.
 const EVENTS_MAX: usize = 4;
-
-/// The transport that is built in.
-const TRANSPORT: &str = "host";
 
 /// Serves [`wire::pb::prefill_server::Prefill`].
 pub struct PrefillService {

@@ -12,6 +12,7 @@
 
 mod driver;
 mod error;
+mod exit;
 mod graph;
 mod link;
 mod link_bench;
@@ -26,6 +27,7 @@ mod tensor_map;
 
 pub use driver::{Device, MIN_CUDA, probe};
 pub use error::{DeviceError, Result};
+pub use exit::{DriverWork, leave, was_work_given_up};
 pub use graph::Graph;
 pub use link::{Link, driver_version};
 pub use link_bench::LinkBench;

@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use transfer::data::{DataCounters, Stage};
 use transfer::device::{DeviceReceive, DeviceSend};
-use transfer::host::{Connector, HostReceiver, HostSender, Stream};
+use transfer::framed::{Connector, FramedReceiver, FramedSender, Stream};
 use transfer::{
     Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, FirstToken, ReceiveTransport, SendLane, SendTransport, SinkClosed,
     TransferConfig, TransportChoice,
@@ -134,7 +134,7 @@ async fn all_at_once(lane: &dyn SendLane, id: TicketId, map: &PageMap, pages: &P
 }
 
 /// Lands and accepts everything.
-async fn land(receiver: Arc<HostReceiver>, mut arrivals: mpsc::Receiver<Arrival>, pages: u32) {
+async fn land(receiver: Arc<FramedReceiver>, mut arrivals: mpsc::Receiver<Arrival>, pages: u32) {
     while let Some(Arrival { ticket, event }) = arrivals.recv().await {
         match event {
             ArrivalEvent::Begin { .. } => receiver.land(ticket, DpGroup(0), &tables(pages, 90)),
@@ -188,10 +188,11 @@ async fn main() {
     let (counters, pages) = (Arc::new(DataCounters::default()), context.div_ceil(layout().page_tokens) | 1);
     let [(ours, _keep), (theirs, _too)] = gpus.map(|gpu| port(&Device::open(gpu).unwrap(), pages));
     let (arrived, arrivals) = mpsc::channel(4_096);
-    let receiver = Arc::new(HostReceiver::new(peer("decode"), layout(), config.clone(), Arc::new(Sink(arrived))));
+    let receiver = Arc::new(FramedReceiver::new(peer("decode"), layout(), config.clone(), Arc::new(Sink(arrived))));
     receiver.set_data(Arc::new(DeviceReceive::new(vec![theirs], &layout(), &config, &counters).unwrap()));
     let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
-    let sender = HostSender::new(Arc::new(Tcp), peer("prefill"), layout(), config.clone(), tasks.clone(), stop.clone());
+    let sender =
+        FramedSender::new(Arc::new(Tcp), peer("prefill"), layout(), config.clone(), tasks.clone(), stop.clone());
     sender.set_data(Arc::new(DeviceSend::new(vec![ours], &layout(), &config, &counters).unwrap()));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();

@@ -25,7 +25,7 @@ pub struct TransferConfig {
     pub transport: TransportChoice,
     /// To open a data path between devices, and to measure it.
     pub setup_timeout_ms: u64,
-    /// KV bytes that a device moves at a time; a multiple of what a page holds in one layer.
+    /// KV bytes that a device moves at a time; a multiple of what a page holds in one layer. A sender's must not be more than its receivers'.
     pub batch_bytes_max: u32,
     /// Thread blocks that copy between pages and staging: each takes a multiprocessor from the step that runs beside it.
     pub copy_blocks: u32,

@@ -1,4 +1,4 @@
-//! Frames of the `host` transport, little-endian.
+//! The frames of which every lane is made, little-endian.
 //!
 //! ```text
 //! magic u16 | kind u8 | 0 u8 | header_len u16 | payload_len u32 | header | crc32 of all before, u32 | payload
@@ -19,13 +19,15 @@ use crate::error::AbortReason;
 use fields::{Fields, put_batch, put_layout, put_offer, put_peer, put_rate, put_slice};
 
 /// Version of the protocol; both sides must have the same.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 const MAGIC: u16 = u16::from_le_bytes(*b"KV");
 const PREFIX_LEN: usize = 10;
 const CRC_LEN: usize = 4;
 /// Longest SETUP, in bytes.
 const MAX_SETUP_LEN: usize = 1 << 20;
+/// Longest JOIN, in bytes.
+const MAX_JOIN_LEN: usize = 1024;
 /// Longest reason of a refusal, in bytes.
 const MAX_REASON_LEN: usize = 1024;
 
@@ -56,6 +58,8 @@ pub enum Frame {
     },
     /// What the receiver must know to open the data path; follows WELCOME where there is one.
     Setup(Bytes),
+    /// The receiver joins the next pair by what this names, and waits for the sender to join it too.
+    Join(Bytes),
     /// The data path is open, and so fast.
     Opened(Vec<PairRate>),
     /// The data path cannot be opened.
@@ -148,6 +152,7 @@ impl Frame {
     const REFUSED: u8 = 14;
     const BATCH: u8 = 15;
     const LANDED: u8 = 16;
+    const JOIN: u8 = 17;
 
     /// The frame's name in errors.
     #[must_use]
@@ -165,6 +170,7 @@ impl Frame {
             Self::Gone(_) => "GONE",
             Self::Ping => "PING",
             Self::Setup(_) => "SETUP",
+            Self::Join(_) => "JOIN",
             Self::Opened(_) => "OPENED",
             Self::Refused(_) => "REFUSED",
             Self::Batch(_) => "BATCH",
@@ -240,6 +246,10 @@ impl Frame {
                 payload = setup.clone();
                 Self::SETUP
             }
+            Self::Join(name) => {
+                payload = name.clone();
+                Self::JOIN
+            }
             Self::Opened(rates) => {
                 out.put_u16_le(u16::try_from(rates.len()).expect("pairs are bounded by the ranks of an offer"));
                 rates.iter().for_each(|rate| put_rate(out, rate));
@@ -280,6 +290,7 @@ impl Frame {
         let max = match kind {
             Self::PART => max_payload,
             Self::SETUP => MAX_SETUP_LEN,
+            Self::JOIN => MAX_JOIN_LEN,
             Self::REFUSED => MAX_REASON_LEN,
             _ => 0,
         };
@@ -337,6 +348,7 @@ impl Frame {
             Self::GONE => Self::Gone(fields.ticket()?),
             Self::PING => Self::Ping,
             Self::SETUP => Self::Setup(payload),
+            Self::JOIN => Self::Join(payload),
             Self::OPENED => Self::Opened(fields.rates()?),
             Self::REFUSED => Self::Refused(String::from_utf8_lossy(&payload).into_owned()),
             Self::BATCH => Self::Batch(fields.batch()?),

@@ -8,7 +8,7 @@ use chassis::net::{Address, Listener, Network};
 use chassis::tasks::Tasks;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use transfer::host::{Connector, HostReceiver, Stream};
+use transfer::framed::{Connector, FramedReceiver, Stream};
 
 /// Opens KV connections over a [`Network`].
 pub struct NetworkConnector(pub Arc<dyn Network>);
@@ -43,7 +43,7 @@ fn advertised_as(local: &Address, host: Option<String>) -> Address {
 }
 
 /// Takes KV connections on `listener` as long as there is work: a drain must not cut transfers that it waits for.
-pub fn serve_kv(tasks: &Tasks, mut listener: Listener, receiver: Arc<HostReceiver>) {
+pub fn serve_kv(tasks: &Tasks, mut listener: Listener, receiver: Arc<FramedReceiver>) {
     let lanes = tasks.clone();
     tasks.spawn_background("kv-accept", async move {
         while let Some(socket) = listener.accept().await {

@@ -7,6 +7,7 @@ use chassis::net::{Address, Listener, Network, http};
 use chassis::tasks::Tasks;
 use chassis::{Metrics, Shutdown};
 use constraint::Compiler;
+use device::DriverWork;
 use engine::group::EngineGroup;
 use tokio::sync::oneshot;
 use tonic::server::NamedService;
@@ -102,7 +103,7 @@ impl Runtime {
     }
 
     /// Runs `work`, which blocks, on a thread of its own; in a simulation, where no time passes meanwhile, right here. `None` when the order
-    /// to drain came first: the thread is then left to itself, for the process is about to end.
+    /// to drain came first: the thread is then left to itself, inside the driver perhaps, for the process is about to end (by [`device::leave`]).
     pub async fn blocking<T: Send + 'static>(
         &self,
         name: &'static str,
@@ -113,14 +114,15 @@ impl Runtime {
         }
         let (outcome, done) = oneshot::channel();
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || drop(outcome.send(work())));
-        thread.map_err(|error| WorkerError::Config(format!("cannot start thread {name}: {error}")))?;
-        tokio::select! {
-            outcome = done => match outcome {
-                Ok(outcome) => outcome.map(Some),
-                Err(_) => Err(WorkerError::Panicked(name)),
-            },
-            () = self.shutdown().drain().cancelled() => Ok(None),
-        }
+        let thread = thread.map_err(|error| WorkerError::Config(format!("cannot start thread {name}: {error}")))?;
+        let waited_for = DriverWork::begin();
+        let outcome = tokio::select! {
+            outcome = done => outcome,
+            () = self.shutdown().drain().cancelled() => return Ok(None),
+        };
+        let _ = thread.join(); // at its end, which the outcome came from
+        waited_for.joined();
+        outcome.unwrap_or(Err(WorkerError::Panicked(name))).map(Some)
     }
 
     /// What moves KV out of the caches of `engine`; `None` where it goes through host memory.
@@ -192,5 +194,30 @@ impl Runtime {
         let joined = self.tasks.join().await;
         step_loop.stop().await?;
         Ok(joined?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use chassis::net::TcpNetwork;
+    use chassis::net::inherited::Inherited;
+
+    use super::*;
+
+    /// The only test of this process that gives work up: that it was is known for good.
+    #[tokio::test]
+    async fn work_that_is_left_to_itself_is_known_to_the_end_of_the_process() {
+        let (network, shutdown) = (TcpNetwork::new(Inherited::default()), Shutdown::new());
+        let runtime = Runtime::new("worker", Driver::Thread, Arc::new(network), shutdown.clone());
+        assert!(matches!(runtime.blocking("quick", || Ok(1)).await, Ok(Some(1))));
+        let panicked = runtime.blocking("broken", || -> Result<(), _> { panic!("made to") }).await;
+        assert!(matches!(panicked, Err(WorkerError::Panicked("broken"))));
+        assert!(!device::was_work_given_up(), "both were waited for");
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let load = runtime.blocking("load-model", move || Ok(drop(released.recv())));
+        shutdown.begin_drain();
+        assert!(matches!(load.await, Ok(None)));
+        assert!(device::was_work_given_up());
+        drop(release);
     }
 }

@@ -7,6 +7,8 @@ use std::time::Duration;
 use bytemuck::Pod;
 use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t};
 
+use super::abi::{IN_PROGRESS, SUCCESS};
+use super::ends::CallUnderWay;
 use super::error::{NcclError, Result};
 use super::handle::{Abort, Aborting, Handle};
 use super::library::{Nccl, UniqueId, multicast_is_off};
@@ -68,20 +70,35 @@ impl Communicator {
     /// # Panics
     /// If `rank` is not below `ranks`.
     pub fn init(device: &Device, id: &UniqueId, ranks: u32, rank: u32, config: &CommunicatorConfig) -> Result<Self> {
+        let _under_way = CallUnderWay::begin(); // until its end has begun, should it fail
+        let communicator = Self::start(device, id, ranks, rank, config)?;
+        match communicator.ready() {
+            Ok(()) => Ok(communicator),
+            Err(error) => Err(communicator.failed(error)),
+        }
+    }
+
+    /// As [`Self::init`], but does not wait for the other ranks: [`Self::ready`] does, and an abort ends its wait.
+    ///
+    /// # Errors
+    /// As for [`Self::init`], but for `Timeout`.
+    ///
+    /// # Panics
+    /// If the rank is not below `ranks`.
+    pub fn start(device: &Device, id: &UniqueId, ranks: u32, rank: u32, config: &CommunicatorConfig) -> Result<Self> {
         assert!(rank < ranks, "rank {rank} of {ranks}");
+        let _under_way = CallUnderWay::begin(); // until its end has begun, should it fail
         let nccl = Nccl::load()?;
         multicast_is_off()?;
         let name = CString::new(config.name.replace('\0', " ")).unwrap_or_default();
         let mut settings = settings(config, &name);
         let mut raw: ncclComm_t = std::ptr::null_mut();
         let (num_ranks, rank_idx) = (ranks as i32, rank as i32);
-        // The lock is for the call alone: others go on while the ranks meet.
-        let issuing = issuing(device.ordinal());
-        device.shared.bind()?;
+        let turn = issuing(device)?;
         // SAFETY: `raw` is a plain out-pointer, `settings` begins with its own size and version, and the name lives on.
         let code =
             unsafe { (nccl.api.comm_init_rank_config)(&raw mut raw, num_ranks, id.raw(), rank_idx, &raw mut settings) };
-        drop(issuing);
+        drop(turn);
         if raw.is_null() {
             return Err(nccl.failure("ncclCommInitRankConfig", code));
         }
@@ -91,14 +108,27 @@ impl Communicator {
             place: Place { rank, ranks },
             config: config.clone(),
         };
-        let outcome = communicator.handle.call("ncclCommInitRankConfig", config.init_timeout, |_, _| code);
-        if let Err(error) = outcome {
-            return match communicator.abort(ABORT_BOUND) {
-                Abort::Returned { .. } => Err(error),
-                Abort::Stuck => Err(NcclError::Stuck { call: "ncclCommAbort", waited: ABORT_BOUND }),
-            };
+        match code {
+            SUCCESS | IN_PROGRESS => Ok(communicator),
+            code => Err(communicator.failed(nccl.failure("ncclCommInitRankConfig", code))),
         }
-        Ok(communicator)
+    }
+
+    /// Waits until all ranks have joined, within `init_timeout`.
+    ///
+    /// # Errors
+    /// `Timeout` or `Call`, after which the communicator is to be aborted; `Ended`.
+    pub fn ready(&self) -> Result<()> {
+        // Ranks that meet launch nothing: others go on meanwhile.
+        self.handle.call("ncclCommInitRankConfig", self.config.init_timeout, || Ok(()), |_, _| IN_PROGRESS)
+    }
+
+    /// Aborts what could not be made.
+    fn failed(self, error: NcclError) -> NcclError {
+        match self.abort(ABORT_BOUND) {
+            Abort::Returned { .. } => error,
+            Abort::Stuck => NcclError::Stuck { call: "ncclCommAbort", waited: ABORT_BOUND },
+        }
     }
 
     /// This rank.
@@ -173,12 +203,13 @@ impl Communicator {
             return Ok(());
         }
         group.operations.iter().for_each(|operation| self.assert_own(operation));
-        let _issuing = issuing(self.device.ordinal());
-        self.device.shared.bind()?;
-        self.handle.call("ncclGroupEnd", self.config.call_timeout, |api, comm| {
+        self.handle.call(
+            "ncclGroupEnd",
+            self.config.call_timeout,
+            || issuing(&self.device),
             // SAFETY: `call` found the communicator open and keeps others away; its device is the streams', and current.
-            unsafe { group.issue(api, comm) }
-        })
+            |api, comm| unsafe { group.issue(api, comm) },
+        )
     }
 
     /// What NCCL has noticed by itself since. A peer that died on the same node is not among it.
@@ -210,12 +241,13 @@ impl Communicator {
 
     fn enqueue(&self, operation: &Operation) -> Result<()> {
         self.assert_own(operation);
-        let _issuing = issuing(self.device.ordinal());
-        self.device.shared.bind()?;
-        self.handle.call(operation.name(), self.config.call_timeout, |api, comm| {
+        self.handle.call(
+            operation.name(),
+            self.config.call_timeout,
+            || issuing(&self.device),
             // SAFETY: `call` found the communicator open and keeps others away; its device is the stream's, and current.
-            unsafe { operation.issue(api, comm) }
-        })
+            |api, comm| unsafe { operation.issue(api, comm) },
+        )
     }
 
     fn assert_own(&self, operation: &Operation) {
@@ -273,15 +305,18 @@ fn settings(config: &CommunicatorConfig, name: &CString) -> ncclConfig_t {
     }
 }
 
-/// The lock of a GPU, by its ordinal: contexts of one ordinal are the same whoever opened it.
-fn issuing(ordinal: u32) -> MutexGuard<'static, ()> {
+/// A turn to call NCCL for a GPU, whose context is made current. By the GPU's ordinal: contexts of one ordinal are the same whoever opened it.
+fn issuing(device: &Device) -> Result<MutexGuard<'static, ()>> {
     static LOCKS: Mutex<Vec<&'static Mutex<()>>> = Mutex::new(Vec::new());
+    let ordinal = device.ordinal() as usize;
     let mut locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
-    while locks.len() <= ordinal as usize {
+    while locks.len() <= ordinal {
         // As many as there are GPUs, for the life of the process.
         locks.push(Box::leak(Box::default()));
     }
-    let lock = locks[ordinal as usize];
+    let lock = locks[ordinal];
     drop(locks);
-    lock.lock().unwrap_or_else(PoisonError::into_inner)
+    let turn = lock.lock().unwrap_or_else(PoisonError::into_inner);
+    device.shared.bind()?;
+    Ok(turn)
 }

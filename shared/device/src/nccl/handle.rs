@@ -10,13 +10,16 @@ use std::time::{Duration, Instant};
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::abi::{Api, IN_PROGRESS, SUCCESS};
-use super::ends::UnderWay;
+use super::ends::{self, CallUnderWay};
 use super::error::{NcclError, Result};
 use super::library::failure;
 
 /// Background calls take some 50 µs of thread start and work: yield for that long, then sleep between looks.
 const YIELD_FOR: Duration = Duration::from_micros(300);
 const SLEEP: Duration = Duration::from_micros(100);
+/// How long a call may keep its turn on the GPU: many times what a launch takes. Past that it waits for a peer to connect, which may take as long as the
+/// peer pleases, and of which other communicators take no note.
+const TURN: Duration = Duration::from_millis(2);
 
 /// How an abort ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,19 +78,30 @@ unsafe impl Sync for Handle {}
 
 impl Handle {
     pub(super) fn new(api: &'static Api, raw: ncclComm_t, name: CString) -> Self {
+        ends::communicator_begun();
         Self { api, raw, life: Mutex::new(Life::Open), ending: AtomicBool::new(false), _name: name }
     }
 
-    /// Makes one call, and waits until NCCL is done with it or `bound` has passed.
-    pub(super) fn call(
+    /// Makes one call, and waits until NCCL is done with it or `bound` has passed. `turn` keeps other calls for the GPU away: during the call and until
+    /// it is done, or for [`TURN`] if it waits for a peer.
+    pub(super) fn call<T>(
         &self,
         name: &'static str,
         bound: Duration,
+        turn: impl FnOnce() -> Result<T>,
         issue: impl FnOnce(&Api, ncclComm_t) -> c_int,
     ) -> Result<()> {
+        let _under_way = CallUnderWay::begin();
         let _life = self.open()?;
+        // Last of all, so that no turn is spent waiting for the communicator.
+        let mut turn = Some(turn()?);
         let code = issue(self.api, self.raw);
-        self.settle(name, code, bound)
+        self.wait_for(name, code, bound, |waited| {
+            if waited >= TURN {
+                drop(turn.take());
+            }
+            self.ending.load(Ordering::Acquire) || ends::is_exiting()
+        })
     }
 
     /// The error that NCCL has noticed by itself, if any. Says nothing of a peer that died on the same node.
@@ -149,15 +163,13 @@ impl Handle {
         self.ending.store(true, Ordering::Release);
         let (done, received) = mpsc::channel();
         let handle = self.clone();
-        let under_way = UnderWay::begin();
         let run = move || {
-            let _under_way = under_way;
             let kept = prepare();
             work(&handle);
             drop(kept);
             let _ = done.send(());
         };
-        thread::Builder::new().name(name.into()).spawn(run).ok().map(|_| received)
+        ends::on_thread(name, run).then_some(received)
     }
 
     fn abort_now(&self) {
@@ -165,7 +177,7 @@ impl Handle {
         if *life == Life::Open {
             // SAFETY: open, and no other call is under way. Its code tells nothing: the communicator is gone either way.
             unsafe { (self.api.comm_abort)(self.raw) };
-            *life = Life::Ended;
+            Self::has_ended(&mut life);
         }
     }
 
@@ -176,7 +188,7 @@ impl Handle {
         }
         // SAFETY: open, and no other call is under way.
         let code = unsafe { (self.api.comm_finalize)(self.raw) };
-        let finalized = self.wait_for("ncclCommFinalize", code, bound, || false);
+        let finalized = self.wait_for("ncclCommFinalize", code, bound, |_| false);
         // SAFETY: as above. Destroying is for finalized ones; whatever else happened, aborting is allowed.
         let code = unsafe {
             match finalized {
@@ -184,17 +196,24 @@ impl Handle {
                 Err(_) => (self.api.comm_abort)(self.raw),
             }
         };
-        *life = Life::Ended;
+        Self::has_ended(&mut life);
         finalized?;
         if code == SUCCESS { Ok(()) } else { Err(failure(self.api, "ncclCommDestroy", code)) }
     }
 
-    fn settle(&self, name: &'static str, code: c_int, bound: Duration) -> Result<()> {
-        self.wait_for(name, code, bound, || self.ending.load(Ordering::Acquire))
+    fn has_ended(life: &mut Life) {
+        *life = Life::Ended;
+        ends::communicator_ended();
     }
 
-    /// Polls until the call that returned `code` is over.
-    fn wait_for(&self, name: &'static str, code: c_int, bound: Duration, give_up: impl Fn() -> bool) -> Result<()> {
+    /// Polls until the call that returned `code` is over. `give_up` is asked again and again, with the time since.
+    fn wait_for(
+        &self,
+        name: &'static str,
+        code: c_int,
+        bound: Duration,
+        mut give_up: impl FnMut(Duration) -> bool,
+    ) -> Result<()> {
         let started = Instant::now();
         let mut code = code;
         while code == IN_PROGRESS {
@@ -202,7 +221,7 @@ impl Handle {
             let waited = started.elapsed();
             if code != IN_PROGRESS {
                 break;
-            } else if give_up() {
+            } else if give_up(waited) {
                 return Err(NcclError::Ended);
             } else if waited >= bound {
                 return Err(NcclError::Timeout { call: name, waited });

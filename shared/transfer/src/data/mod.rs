@@ -22,7 +22,9 @@ mod offer;
 mod staging_ring;
 
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 
+use bytes::Bytes;
 use kv::KvSlice;
 use types::{KvLayout, PageId, PeerId, TicketId};
 
@@ -107,11 +109,12 @@ pub trait SendData: Send + Sync {
 
 /// Prefill's half of one lane.
 pub trait SendDataLane: Send + Sync {
-    /// The part of opening that needs the peer, which does its own at the same time. Bounded by `setup_timeout_ms`.
+    /// The part of opening that needs the peer, which does its own at the same time: joins pairs as the receiver names them. May block, bounded by
+    /// `setup_timeout_ms`; ends soon once the lane is closed, or nobody can name a pair any more.
     ///
     /// # Errors
     /// [`DataError`].
-    fn connect(&self) -> Result<(), DataError>;
+    fn connect(&self, joins: Receiver<Bytes>) -> Result<(), DataError>;
 
     /// Starts to copy slices, all of one size, out of the cache of `rank` to staging, from byte `offset` on.
     ///
@@ -131,7 +134,7 @@ pub trait SendDataLane: Send + Sync {
     /// [`DataError`], after which the lane is beyond use: the two sides are out of step.
     fn announced(&self, batch: &Batch, bytes: usize) -> Result<(), DataError>;
 
-    /// The lane is lost or closed. Never blocks for long; idempotent.
+    /// The lane is lost or closed, perhaps before it was open. Never blocks for long; idempotent.
     fn close(&self);
 }
 
@@ -152,25 +155,32 @@ pub trait ReceiveData: Send + Sync {
     /// What this side can do.
     fn offer(&self) -> DataOffer;
 
-    /// Opens the staging that `setup` names, and measures each pair. May block, bounded by `setup_timeout_ms`.
+    /// A lane to the staging that `setup` names. Does not wait for the peer.
     ///
     /// # Errors
     /// [`DataError`].
-    fn open(&self, sides: &LaneSides<'_>, setup: &[u8])
-    -> Result<(Arc<dyn ReceiveDataLane>, Vec<PairRate>), DataError>;
+    fn open(&self, sides: &LaneSides<'_>, setup: &[u8]) -> Result<Arc<dyn ReceiveDataLane>, DataError>;
 }
 
 /// Decode's half of one lane.
 pub trait ReceiveDataLane: Send + Sync {
-    /// Takes a batch; those of one pair in the order of announcements. Never blocks.
-    fn take(&self, taking: Taking);
+    /// The part of opening that needs the peer: opens each pair and measures it. One that both must join is named by `join` when it is its turn and
+    /// not before, so that what stands behind the name is left over for one pair at most. May block, bounded by `setup_timeout_ms`; ends soon once
+    /// the lane is closed.
+    ///
+    /// # Errors
+    /// [`DataError`].
+    fn connect(&self, join: &dyn Fn(Bytes)) -> Result<Vec<PairRate>, DataError>;
 
-    /// The lane is lost or closed: batches taken and not over end soon, within a bound. Idempotent.
+    /// Takes a batch; those of one pair in the order of announcements. Never blocks.
+    fn take(&self, order: BatchOrder);
+
+    /// The lane is lost or closed, perhaps before it was open: batches taken and not over end soon, within a bound. Idempotent.
     fn close(&self);
 }
 
 /// A batch to be moved, and what to do then.
-pub struct Taking {
+pub struct BatchOrder {
     /// Which.
     pub batch: Batch,
     /// Its bytes.
@@ -178,16 +188,18 @@ pub struct Taking {
     /// The physical page of each slice; `None`: the bytes go nowhere.
     pub pages: Option<Vec<PageId>>,
     /// Called once nothing of the batch is read or written any more, and everything is in its page. Does not block.
-    pub done: Box<dyn FnOnce(Taken) + Send>,
+    pub done: Box<dyn FnOnce(BatchOutcome) + Send>,
 }
 
 /// How a batch ended.
 #[derive(Debug)]
-pub enum Taken {
+pub enum BatchOutcome {
     /// The bytes are in their pages, or were to go nowhere.
     Whole,
     /// A checksum does not match; something was written.
     Corrupt(KvSlice),
     /// It could not be moved.
     Failed(DataError),
+    /// Neither could it, and what the sender sent for it may come to lie in the next one's place: the two sides are out of step, and the lane is beyond use.
+    Broken(DataError),
 }

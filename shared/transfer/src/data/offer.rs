@@ -16,13 +16,15 @@ pub struct DataOffer {
     pub gpus: Vec<GpuId>,
     /// Version of NCCL; 0 without one.
     pub nccl: u32,
+    /// Bytes of the largest batch: that it makes, or that it takes.
+    pub batch_bytes_max: u32,
 }
 
 impl DataOffer {
     /// Of a side whose caches are in host memory.
     #[must_use]
     pub const fn host_only(choice: TransportChoice) -> Self {
-        Self { choice, host: 0, gpus: Vec::new(), nccl: 0 }
+        Self { choice, host: 0, gpus: Vec::new(), nccl: 0, batch_bytes_max: 0 }
     }
 }
 
@@ -89,14 +91,27 @@ impl Paths {
 
 /// Two configs that exclude each other, or ask for what is not there.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("transfer.transport is {sender} at the sender and {receiver} at the receiver: {reason}")]
-pub struct TransportMismatch {
-    /// The sender's.
-    pub sender: TransportChoice,
-    /// The receiver's.
-    pub receiver: TransportChoice,
-    /// What does not fit.
-    pub reason: &'static str,
+pub enum TransportMismatch {
+    /// There is no way that both would take.
+    #[error("transfer.transport is {sender} at the sender and {receiver} at the receiver: {reason}")]
+    Choice {
+        /// The sender's.
+        sender: TransportChoice,
+        /// The receiver's.
+        receiver: TransportChoice,
+        /// What does not fit.
+        reason: &'static str,
+    },
+    /// The sender may make batches for which the receiver has no room.
+    #[error(
+        "transfer.batch_bytes_max is {sender} at the sender and {receiver} at the receiver, which must not be less"
+    )]
+    BatchBytes {
+        /// The sender's.
+        sender: u32,
+        /// The receiver's.
+        receiver: u32,
+    },
 }
 
 /// The way of each pair, from what both sides can do. `auto` takes CUDA IPC on one host, NCCL between hosts, and frames where neither
@@ -109,7 +124,7 @@ pub struct TransportMismatch {
 /// [`TransportMismatch`].
 pub fn negotiate(sender: &DataOffer, receiver: &DataOffer) -> Result<Paths, TransportMismatch> {
     use TransportChoice as T;
-    let refuse = |reason| Err(TransportMismatch { sender: sender.choice, receiver: receiver.choice, reason });
+    let refuse = |reason| Err(TransportMismatch::Choice { sender: sender.choice, receiver: receiver.choice, reason });
     let wanted = match (sender.choice, receiver.choice) {
         (ours, theirs) if ours == theirs || theirs == T::Auto => ours,
         (T::Auto, theirs) => theirs,
@@ -138,6 +153,10 @@ pub fn negotiate(sender: &DataOffer, receiver: &DataOffer) -> Result<Paths, Tran
             });
         }
     }
+    if sender.batch_bytes_max > receiver.batch_bytes_max {
+        let (sender, receiver) = (sender.batch_bytes_max, receiver.batch_bytes_max);
+        return Err(TransportMismatch::BatchBytes { sender, receiver });
+    }
     Ok(Paths { pairs, receivers: receiver.gpus.len() })
 }
 
@@ -147,7 +166,8 @@ mod tests {
     use TransportChoice as T;
 
     fn offer(choice: T, gpus: &[u8], nccl: u32) -> DataOffer {
-        DataOffer { choice, host: 1, gpus: gpus.iter().map(|gpu| [*gpu; 16]).collect(), nccl }
+        let gpus = gpus.iter().map(|gpu| [*gpu; 16]).collect();
+        DataOffer { choice, host: 1, gpus, nccl, batch_bytes_max: 4_096 }
     }
 
     #[test]
@@ -176,6 +196,18 @@ mod tests {
             let found = negotiate(&sender, &receiver);
             assert_eq!(found.as_ref().ok().map(Paths::name), wanted, "{sender:?} {receiver:?}: {found:?}");
         }
+    }
+
+    #[test]
+    fn a_receiver_takes_all_batches_that_a_sender_makes() {
+        let of = |batch_bytes_max| DataOffer { batch_bytes_max, ..offer(T::Auto, &[1], 2) };
+        assert!(negotiate(&of(4_096), &of(8_192)).is_ok());
+        let error = negotiate(&of(8_192), &of(4_096)).unwrap_err();
+        assert_eq!(error, TransportMismatch::BatchBytes { sender: 8_192, receiver: 4_096 });
+        let words = error.to_string();
+        assert!(["transfer.batch_bytes_max", "8192", "4096"].iter().all(|word| words.contains(word)), "{words}");
+        let on_cpu = DataOffer::host_only(T::Auto);
+        assert!(negotiate(&of(8_192), &on_cpu).is_ok(), "parts in frames are no batches");
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! The thread of one GPU that moves batches out of senders' staging and into pages.
 
-use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -10,20 +9,27 @@ use kernels::{KvDirection, KvKernels, KvMove, KvMoving, KvPort, KvTable};
 use types::{KvLayout, PageId};
 
 use super::link::Link;
+use super::open_pairs::PairEnd;
 use super::piece;
+use super::slots::{Owner, SLOTS, Slots};
 use crate::config::TransferConfig;
-use crate::data::{BATCH_SLICES_MAX, Batch, DataCounters, DataError, Stage, StagedSlice, Taken, Taking};
-
-/// Batches under way at a time: one is moved while another is scattered.
-const SLOTS: usize = 4;
+use crate::data::{BATCH_SLICES_MAX, Batch, BatchOrder, BatchOutcome, DataCounters, DataError, Stage, StagedSlice};
 
 /// The way out of the staging of one rank of a sender.
 #[derive(Clone)]
 pub(super) enum Source {
-    /// It is mapped here. The stream runs the copies of this pair.
-    Ipc { memory: SharedMemory, stream: Stream },
+    /// It is mapped here. Streams of this pair: `moves` for copies to staging, `scatters` from there.
+    Ipc { memory: SharedMemory, moves: Stream, scatters: Stream },
     /// It is sent, so many bytes at most.
-    Nccl { link: Arc<Link>, bytes: usize },
+    Nccl { link: Arc<Link>, bytes: usize, scatters: Stream },
+}
+
+impl PairEnd for Source {
+    fn abort(&self) {
+        if let Self::Nccl { link, .. } = self {
+            link.abort();
+        }
+    }
 }
 
 impl Source {
@@ -36,18 +42,38 @@ impl Source {
     }
 
     /// Where its moves run.
-    pub(super) fn stream(&self) -> &Stream {
+    pub(super) fn moves(&self) -> &Stream {
         match self {
-            Self::Ipc { stream, .. } => stream,
+            Self::Ipc { moves, .. } => moves,
             Self::Nccl { link, .. } => &link.stream,
+        }
+    }
+
+    /// Where its scatters run, each behind its move: not on a stream of all sources, on which one that waits would hold up the others.
+    fn scatters(&self) -> &Stream {
+        match self {
+            Self::Ipc { scatters, .. } | Self::Nccl { scatters, .. } => scatters,
+        }
+    }
+
+    /// The outcome of a batch that failed. What is sent and not received stays in the way of the next batch.
+    pub(super) fn failed(&self, error: DataError) -> BatchOutcome {
+        match self {
+            Self::Ipc { .. } => BatchOutcome::Failed(error),
+            Self::Nccl { link, .. } => {
+                link.abort();
+                BatchOutcome::Broken(error)
+            }
         }
     }
 }
 
 /// A batch, and where it comes from.
 pub(super) struct Job {
+    /// Tells lanes apart.
+    pub(super) lane: u64,
     pub(super) source: Source,
-    pub(super) taking: Taking,
+    pub(super) order: BatchOrder,
 }
 
 /// The way to the thread. Dropping it ends the thread behind what was sent.
@@ -66,17 +92,17 @@ impl LandingThread {
     ) -> Result<Self, DataError> {
         let stream = port.device.urgent_stream()?;
         let slot_bytes = config.batch_bytes_max as usize;
-        let slots = stream.allocate::<u8>(SLOTS * slot_bytes)?;
+        let buffer = stream.allocate::<u8>(SLOTS * slot_bytes)?;
         let worker = Worker {
             rank,
             layout,
             kernels: KvKernels::load(&port.device)?,
-            staging: slots.shared(),
-            slots,
+            staging: buffer.shared(),
+            buffer,
             slot_bytes,
-            free: (0..SLOTS).collect(),
+            slots: Slots::new(),
             tables: Vec::new(),
-            under_way: VecDeque::new(),
+            under_way: Vec::new(),
             blocks: config.copy_blocks,
             stream,
             port,
@@ -95,8 +121,8 @@ impl LandingThread {
             Some(jobs) => jobs.send(job).err().map(|refused| refused.0),
             None => Some(job),
         };
-        if let Some(Job { taking, .. }) = refused {
-            (taking.done)(Taken::Failed(DataError("the landing thread has ended".into())));
+        if let Some(Job { order, .. }) = refused {
+            (order.done)(BatchOutcome::Failed(DataError("the landing thread has ended".into())));
         }
     }
 }
@@ -104,7 +130,8 @@ impl LandingThread {
 impl Drop for LandingThread {
     fn drop(&mut self) {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = self.thread.take() {
+        // The thread itself may let go of a lane last, and ends when it is back in its loop.
+        if let Some(thread) = self.thread.take().filter(|thread| thread.thread().id() != std::thread::current().id()) {
             let _ = thread.join(); // what it was moving is over either way
         }
     }
@@ -114,18 +141,18 @@ struct Worker {
     rank: u32,
     port: KvPort,
     layout: KvLayout,
-    /// Scatters; moves have streams of their own, so that the next batch moves meanwhile.
+    /// For what is allocated here.
     stream: Stream,
     kernels: KvKernels,
     /// Where batches come to lie: [`SLOTS`] places.
-    slots: DeviceBuffer<u8>,
+    buffer: DeviceBuffer<u8>,
     /// The same memory.
     staging: SharedMemory,
     slot_bytes: usize,
-    free: Vec<usize>,
+    slots: Slots<Job>,
     tables: Vec<KvTable>,
-    /// Oldest first; they end in this order.
-    under_way: VecDeque<UnderWay>,
+    /// Those of one source oldest first; whichever is done ends.
+    under_way: Vec<UnderWay>,
     blocks: u32,
     counters: Arc<DataCounters>,
 }
@@ -140,7 +167,7 @@ struct UnderWay {
     bytes: usize,
     /// Open until the move is over.
     source: Source,
-    done: Box<dyn FnOnce(Taken) + Send>,
+    done: Box<dyn FnOnce(BatchOutcome) + Send>,
 }
 
 impl Worker {
@@ -152,43 +179,48 @@ impl Worker {
                 inbox.try_recv()
             };
             match next {
-                Ok(job) => self.begin(job),
-                // Copies take tens of microseconds: waiting for one by sleeping would take longer.
-                Err(TryRecvError::Empty) => std::thread::yield_now(),
+                Ok(job) => self.take(job),
                 Err(TryRecvError::Disconnected) if self.under_way.is_empty() => return,
-                Err(TryRecvError::Disconnected) => self.end_oldest(),
+                // Copies take tens of microseconds: waiting for one by sleeping would take longer.
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => std::thread::yield_now(),
             }
-            while self.under_way.front().is_some_and(|oldest| oldest.is_done()) {
-                self.end_oldest();
+            for done in self.under_way.extract_if(.., |batch| batch.is_done()).collect::<Vec<_>>() {
+                self.end(done);
+            }
+            while let Some((slot, job)) = self.slots.begin() {
+                self.begin(slot, job);
             }
         }
     }
 
-    fn begin(&mut self, Job { source, taking }: Job) {
-        let Taking { batch, bytes, pages, done } = taking;
+    fn take(&mut self, job: Job) {
+        let waits_for_sender = matches!(job.source, Source::Nccl { .. });
         // What would have been fetched is left there; what is sent must be received, so that the two ends stay in step.
-        if pages.is_none() && matches!(source, Source::Ipc { .. }) {
-            return done(Taken::Whole);
+        if job.order.pages.is_none() && !waits_for_sender {
+            return (job.order.done)(BatchOutcome::Whole);
         }
-        while self.free.is_empty() {
-            self.end_oldest();
-        }
-        let slot = *self.free.last().expect("one was waited for");
+        self.slots.push(Owner { lane: job.lane, waits_for_sender }, job);
+    }
+
+    fn begin(&mut self, slot: usize, Job { source, order, .. }: Job) {
+        let BatchOrder { batch, bytes, pages, done } = order;
         let moved = self.enqueue_move(&source, &batch, bytes, slot);
         let scattered = moved.and_then(|(start, moved)| {
-            let scatter = pages.map(|pages| self.enqueue_scatter(&batch, &pages, &moved, slot)).transpose()?;
+            let scatter = pages.map(|pages| self.enqueue_scatter(&source, &batch, &pages, &moved, slot)).transpose()?;
             Ok((start, moved, scatter))
         });
         match scattered {
             Ok((start, moved, scatter)) => {
-                self.free.pop();
-                self.under_way.push_back(UnderWay { slot, scatter, start, moved, batch, bytes, source, done });
+                self.under_way.push(UnderWay { slot, scatter, start, moved, batch, bytes, source, done });
             }
             Err(error) => {
-                // Part of it may have been enqueued. What cannot be waited for is a broken stream, which runs nothing.
-                let _ = source.stream().synchronize();
-                let _ = self.stream.synchronize();
-                done(Taken::Failed(error));
+                let outcome = source.failed(error);
+                // Part of it may have been enqueued. What cannot be waited for is a broken stream, which runs nothing; what waited for the sender has
+                // been aborted.
+                let _ = source.moves().synchronize();
+                let _ = source.scatters().synchronize();
+                self.slots.end(slot);
+                done(outcome);
             }
         }
     }
@@ -204,7 +236,7 @@ impl Worker {
             return Err(DataError(format!("a batch of {bytes} bytes, batch_bytes_max is {} here", self.slot_bytes)));
         }
         let offset = slot * self.slot_bytes;
-        let stream = source.stream();
+        let stream = source.moves();
         let start = stream.record()?;
         match source {
             Source::Ipc { memory, .. } => {
@@ -212,13 +244,14 @@ impl Worker {
                 // LANDED; the slot is this batch's own, and whoever had it has ended.
                 unsafe { stream.copy_shared((&self.staging, offset), (memory, batch.offset as usize), bytes) }?;
             }
-            Source::Nccl { link, .. } => link.receive(&mut self.slots, offset, bytes)?,
+            Source::Nccl { link, .. } => link.receive(&mut self.buffer, offset, bytes)?,
         }
         Ok((start, stream.record()?))
     }
 
     fn enqueue_scatter(
         &mut self,
+        source: &Source,
         batch: &Batch,
         pages: &[PageId],
         moved: &Event,
@@ -232,25 +265,25 @@ impl Worker {
             None => KvTable::new(&self.stream, BATCH_SLICES_MAX)?,
         };
         table.fill(pieces)?;
-        self.stream.wait(moved)?;
+        let stream = source.scatters();
+        stream.wait(moved)?;
         let (direction, checksums, blocks) = (KvDirection::Scatter, batch.is_checked, self.blocks);
         let work = KvMove { direction, staging: &self.staging, offset: slot * self.slot_bytes, checksums, blocks };
         // SAFETY: the slot is this batch's own until it ends. The pages are in the state Landing: they belong to no sequence that a step reads
         // or writes, and to no other ticket, until the ticket's terminal arrival, which waits for this batch.
-        Ok(unsafe { work.enqueue(&self.kernels, &self.stream, table) }?)
+        Ok(unsafe { work.enqueue(&self.kernels, stream, table) }?)
     }
 
-    fn end_oldest(&mut self) {
-        let Some(oldest) = self.under_way.pop_front() else { return };
-        let UnderWay { slot, scatter, start, moved, batch, bytes, source, done } = oldest;
+    fn end(&mut self, batch: UnderWay) {
+        let UnderWay { slot, scatter, start, moved, batch, bytes, source, done } = batch;
         let outcome = self.wait(scatter, &start, &moved, &batch, bytes);
-        self.free.push(slot);
+        self.slots.end(slot);
         match (outcome, &source) {
-            (Err(error), _) => done(Taken::Failed(error)),
+            (Err(error), _) => done(source.failed(error)),
             (Ok(_), Source::Nccl { link, .. }) if link.is_aborted() => {
-                done(Taken::Failed(DataError("the communicator was aborted".into())));
+                done(BatchOutcome::Broken(DataError("the communicator was aborted".into())));
             }
-            (Ok(taken), _) => done(taken),
+            (Ok(outcome), _) => done(outcome),
         }
     }
 
@@ -261,25 +294,25 @@ impl Worker {
         moved: &Event,
         batch: &Batch,
         bytes: usize,
-    ) -> Result<Taken, DataError> {
+    ) -> Result<BatchOutcome, DataError> {
         let Some(scatter) = scatter else {
             moved.wait()?;
-            return Ok(Taken::Whole);
+            return Ok(BatchOutcome::Whole);
         };
         let scattered = scatter.event().clone();
         let table = scatter.wait()?;
         self.counters.passed(Stage::Move, bytes, moved.elapsed_us(start)?);
         self.counters.passed(Stage::Scatter, bytes, scattered.elapsed_us(moved)?);
-        let mut taken = Taken::Whole;
+        let mut outcome = BatchOutcome::Whole;
         if batch.is_checked {
             let differs = batch.slices.iter().zip(table.checksums()).find(|(staged, found)| staged.checksum != **found);
             self.counters.compared(batch.slices.len(), differs.is_some());
             if let Some((staged, _)) = differs {
-                taken = Taken::Corrupt(staged.slice);
+                outcome = BatchOutcome::Corrupt(staged.slice);
             }
         }
         self.tables.push(table);
-        Ok(taken)
+        Ok(outcome)
     }
 }
 

@@ -1,5 +1,6 @@
 //! One pair of ranks that talks by NCCL: a communicator of two, apart from every other one, so that a pair fails alone.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use device::nccl::{Abort, Communicator, CommunicatorConfig, UniqueId, exit_stuck
 use device::{DeviceBuffer, Stream};
 use kernels::KvPort;
 
+use super::open_pairs::PairEnd;
 use crate::config::TransferConfig;
 use crate::data::DataError;
 
@@ -17,8 +19,9 @@ pub(super) const PROBES: usize = 3;
 /// How long an abort may take.
 const ABORT_BOUND: Duration = Duration::from_secs(5);
 
-const SENDER: u32 = 0;
-const RECEIVER: u32 = 1;
+/// The receiver makes the id.
+const RECEIVER: u32 = 0;
+const SENDER: u32 = 1;
 
 impl From<device::nccl::NcclError> for DataError {
     fn from(error: device::nccl::NcclError) -> Self {
@@ -35,7 +38,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Blocks until the other end has joined, within `setup_timeout_ms`.
+    /// Does not wait for the other end: see [`Self::ready`].
     pub(super) fn join(port: &KvPort, id: &UniqueId, sends: bool, config: &TransferConfig) -> Result<Self, DataError> {
         let config = CommunicatorConfig {
             max_ctas: config.nccl_max_ctas,
@@ -44,8 +47,14 @@ impl Link {
             call_timeout: config.setup_timeout(),
         };
         let rank = if sends { SENDER } else { RECEIVER };
-        let communicator = Communicator::init(&port.device, id, 2, rank, &config)?;
-        Ok(Self { communicator, stream: port.device.stream()?, is_aborted: AtomicBool::new(false) })
+        let stream = port.device.stream()?;
+        let communicator = Communicator::start(&port.device, id, 2, rank, &config)?;
+        Ok(Self { communicator, stream, is_aborted: AtomicBool::new(false) })
+    }
+
+    /// Blocks until the other end has joined, within `setup_timeout_ms`, or this one is aborted.
+    pub(super) fn ready(&self) -> Result<(), DataError> {
+        Ok(self.communicator.ready()?)
     }
 
     pub(super) fn send(&self, staging: &DeviceBuffer<u8>, offset: usize, bytes: usize) -> Result<(), DataError> {
@@ -79,6 +88,12 @@ impl Link {
             tracing::error!(%error, "no thread to watch the abort of a nccl communicator, exiting");
             exit_stuck();
         }
+    }
+}
+
+impl PairEnd for Arc<Link> {
+    fn abort(&self) {
+        Link::abort(self);
     }
 }
 

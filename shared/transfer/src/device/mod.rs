@@ -3,22 +3,27 @@
 //! By IPC the receiver's copy engine fetches a batch from the sender's staging, which takes no multiprocessor on either side. By NCCL the sender
 //! sends when it has announced, and the receiver receives when it has heard so, into staging of its own. Either way it scatters from there.
 //!
+//! Pairs are opened one after another. For one by NCCL the receiver makes the name of its communicator when it is about to join it, and not before: behind
+//! each name there is a thread and a socket, which stay until both ends have joined.
+//!
 //! Each side is built from the [`KvPort`]s of its ranks. Work runs on streams of its own, beside the steps: at the sender on the thread of the rank
 //! whose layers are complete, at the receiver on one thread for each GPU.
 #![allow(unsafe_code)] // memory that the other side's process or engine shares is addressed here: each use says why nobody else touches it
 
 mod landing_thread;
 mod link;
+mod open_pairs;
 mod receive;
 mod send;
 mod setup;
+mod slots;
 
 use device::nccl::Nccl;
 use kernels::{KvPool, KvPort};
 use kv::KvSlice;
 use types::{KvLayout, PageGroup, PageId};
 
-use crate::config::TransportChoice;
+use crate::config::{TransferConfig, TransportChoice};
 use crate::data::{DataError, DataOffer, LaneSides};
 
 pub use receive::DeviceReceive;
@@ -37,7 +42,8 @@ impl From<device::DeviceError> for DataError {
 }
 
 /// What the ranks behind `ports` can do.
-fn offer(choice: TransportChoice, ports: &[KvPort]) -> Result<DataOffer, DataError> {
+fn offer(config: &TransferConfig, ports: &[KvPort]) -> Result<DataOffer, DataError> {
+    let choice = config.transport;
     let gpus = ports.iter().map(|port| port.device.uuid()).collect::<Result<_, _>>()?;
     let nccl = match choice {
         TransportChoice::Auto | TransportChoice::Nccl => Nccl::load().map_or_else(
@@ -49,7 +55,7 @@ fn offer(choice: TransportChoice, ports: &[KvPort]) -> Result<DataOffer, DataErr
         ),
         TransportChoice::Host | TransportChoice::Ipc => 0,
     };
-    Ok(DataOffer { choice, host: host_id(), gpus, nccl })
+    Ok(DataOffer { choice, host: host_id(), gpus, nccl, batch_bytes_max: config.batch_bytes_max })
 }
 
 /// Pairs of ranks that hold the same heads, by the sender's rank, then the receiver's, which are those of all its attention groups.

@@ -1,8 +1,9 @@
 //! Prefill's half: gathers pages into staging on the sender's GPU, from where the receiver copies.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use bytes::Bytes;
 use device::nccl::UniqueId;
 use device::{DeviceBuffer, Event, SharedMemory, Stream};
 use kernels::{KvDirection, KvKernels, KvMove, KvMoving, KvPort, KvTable};
@@ -10,14 +11,15 @@ use kv::KvSlice;
 use types::{KvLayout, PageId};
 
 use super::link::{Link, PROBE_BYTES, PROBES};
-use super::setup::{Setup, StagingHandle};
+use super::open_pairs::{OpenPairs, Pair};
+use super::setup::{self, StagingHandle};
 use super::{offer, pairs, piece};
 use crate::config::TransferConfig;
 use crate::data::{
     BATCH_SLICES_MAX, Batch, DataCounters, DataError, DataOffer, Gathering, LaneSides, Path, SendData, SendDataLane,
     Stage,
 };
-use crate::host::staging_bytes;
+use crate::framed::staging_bytes;
 
 /// The caches of a prefill worker's ranks.
 pub struct DeviceSend {
@@ -52,7 +54,7 @@ impl DeviceSend {
         config: &TransferConfig,
         counters: &Arc<DataCounters>,
     ) -> Result<Self, DataError> {
-        let offer = offer(config.transport, &ports)?;
+        let offer = offer(config, &ports)?;
         let rank = |port: KvPort| -> Result<Rank, DataError> {
             Ok(Rank {
                 layout: layout.clone(),
@@ -89,14 +91,11 @@ impl SendData for DeviceSend {
             Ok(StagingHandle { handle: memory.export()?, bytes: memory.len() as u64 })
         };
         let handles = staging.iter().map(handle).collect::<Result<Vec<_>, _>>()?;
-        let by_nccl =
-            pairs(sides).into_iter().filter(|(sender, receiver)| sides.paths.pair(*sender, *receiver) == Path::Nccl);
-        let ids = by_nccl.map(|pair| Ok((pair, UniqueId::new()?))).collect::<Result<Vec<_>, DataError>>()?;
-        let communicators = ids.iter().map(|(_, id)| *id).collect();
-        let setup = Setup { staging: handles, communicators }.encode();
+        let by_nccl = |(sender, receiver): &Pair| sides.paths.pair(*sender, *receiver) == Path::Nccl;
+        let by_nccl = pairs(sides).into_iter().filter(by_nccl).collect();
         let (ranks, spare, config) = (Arc::clone(&self.ranks), Arc::clone(&self.spare), self.config.clone());
-        let lane = DeviceSendLane { ranks, staging, buffers, spare, config, ids, links: OnceLock::new() };
-        Ok((Arc::new(lane), setup))
+        let lane = DeviceSendLane { ranks, staging, buffers, spare, config, by_nccl, links: OpenPairs::default() };
+        Ok((Arc::new(lane), setup::encode(&handles)))
     }
 }
 
@@ -106,23 +105,22 @@ struct DeviceSendLane {
     buffers: Vec<DeviceBuffer<u8>>,
     spare: Spare,
     config: TransferConfig,
-    /// Of pairs that talk by NCCL.
-    ids: Vec<((u32, u32), UniqueId)>,
-    links: OnceLock<BTreeMap<(u32, u32), Link>>,
+    by_nccl: Vec<Pair>,
+    links: OpenPairs<Arc<Link>>,
 }
 
 impl SendDataLane for DeviceSendLane {
-    fn connect(&self) -> Result<(), DataError> {
-        let mut links = BTreeMap::new();
-        for (pair @ (sender, _), id) in &self.ids {
+    fn connect(&self, joins: Receiver<Bytes>) -> Result<(), DataError> {
+        for pair @ (sender, _) in &self.by_nccl {
+            let name = joins.recv().map_err(|_| DataError("the receiver names no communicator".into()))?;
             let (port, staging) = (&self.ranks[*sender as usize].port, &self.buffers[*sender as usize]);
-            let link = Link::join(port, id, true, &self.config)?;
+            let link = Arc::new(Link::join(port, &UniqueId::from_bytes(&name)?, true, &self.config)?);
+            self.links.add(*pair, Arc::clone(&link))?;
+            link.ready()?;
             for _ in 0..PROBES {
                 link.send(staging, 0, PROBE_BYTES.min(staging.len()))?;
             }
-            links.insert(*pair, link);
         }
-        let _ = self.links.set(links); // called once
         Ok(())
     }
 
@@ -149,14 +147,13 @@ impl SendDataLane for DeviceSendLane {
 
     /// By IPC, the receiver comes for it.
     fn announced(&self, batch: &Batch, bytes: usize) -> Result<(), DataError> {
-        let pair = (batch.sender_rank, batch.receiver_rank);
-        let link = self.links.get().and_then(|links| links.get(&pair));
+        let link = self.links.get((batch.sender_rank, batch.receiver_rank));
         // It was gathered before it was announced, so the send need not wait for another stream.
         link.map_or(Ok(()), |link| link.send(&self.buffers[batch.sender_rank as usize], batch.offset as usize, bytes))
     }
 
     fn close(&self) {
-        self.links.get().into_iter().flat_map(BTreeMap::values).for_each(Link::abort);
+        self.links.close();
     }
 }
 

@@ -55,6 +55,7 @@ pub(super) fn put_offer(out: &mut BytesMut, offer: &DataOffer) {
     out.put_u8(choice.expect("ALL lists every choice") as u8);
     out.put_u128_le(offer.host);
     out.put_u32_le(offer.nccl);
+    out.put_u32_le(offer.batch_bytes_max);
     assert!(offer.gpus.len() <= MAX_RANKS, "no instance has so many ranks");
     out.put_u16_le(offer.gpus.len() as u16);
     offer.gpus.iter().for_each(|gpu| out.put_slice(gpu));
@@ -120,14 +121,14 @@ impl Fields<'_> {
         let choice = choice.ok_or(FrameError::Field("transport"))?;
         self.need(16, "host")?;
         let host = self.rest.get_u128_le();
-        let nccl = self.u32("nccl")?;
+        let (nccl, batch_bytes_max) = (self.u32("nccl")?, self.u32("batch_bytes_max")?);
         let ranks = usize::from(self.u16("gpus")?);
         if ranks > MAX_RANKS {
             return Err(FrameError::Field("gpus"));
         }
         self.need(16 * ranks, "gpus")?;
         let gpus = (0..ranks).map(|_| self.rest.get_u128().to_be_bytes()).collect();
-        Ok(DataOffer { choice, host, gpus, nccl })
+        Ok(DataOffer { choice, host, gpus, nccl, batch_bytes_max })
     }
 
     pub(super) fn rates(&mut self) -> Result<Vec<PairRate>, FrameError> {

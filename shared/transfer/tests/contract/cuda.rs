@@ -5,6 +5,7 @@ mod skip;
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use ::device::{Device, DeviceError, Stream};
 use futures_util::FutureExt;
@@ -145,9 +146,18 @@ pub(crate) fn over_ipc_to_a_group(options: Options) -> BoxFuture<'static, Option
 
 /// Both ends are in this process: kernels of one test's communicators, which wait for each other, and another test's allocations, which wait for
 /// all kernels, would lock each other out. Between processes each side only waits for the other one.
+///
+/// A world gives its turn back before the tasks of its runtime are dropped, and with them its communicators: these are waited for here.
 async fn alone() -> tokio::sync::OwnedMutexGuard<()> {
     static TURN: std::sync::LazyLock<Arc<tokio::sync::Mutex<()>>> = std::sync::LazyLock::new(Arc::default);
-    Arc::clone(&TURN).lock_owned().await
+    let turn = Arc::clone(&TURN).lock_owned().await;
+    let ended = async {
+        while ::device::nccl::num_communicators() > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), ended).await.expect("the world before ends its communicators");
+    turn
 }
 
 async fn alone_over_nccl(options: Options, plan: Option<FaultPlan>) -> Option<World> {

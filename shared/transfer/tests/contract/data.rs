@@ -2,8 +2,10 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 
+use bytes::Bytes;
 use kv::{KvSlice, PageTable, PageTables};
 use transfer::data::{Batch, DataError, DataOffer, Gathering, LaneSides, SendData, SendDataLane};
 use transfer::fault::{FaultCounts, FaultPlan};
@@ -122,8 +124,8 @@ struct DamagingLane {
 }
 
 impl SendDataLane for DamagingLane {
-    fn connect(&self) -> Result<(), DataError> {
-        self.inner.connect()
+    fn connect(&self, joins: Receiver<Bytes>) -> Result<(), DataError> {
+        self.inner.connect(joins)
     }
 
     fn gather(

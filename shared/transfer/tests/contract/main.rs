@@ -4,8 +4,9 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 mod data;
-mod host;
+mod framed;
 mod memory;
+mod out_of_step;
 mod support;
 
 use std::collections::BTreeSet;
@@ -49,8 +50,8 @@ macro_rules! suite {
 }
 
 suite! {
-    host_over_pipe: super::support::over_pipe;
-    host_over_tcp: super::support::over_tcp;
+    framed_over_pipe: super::support::over_pipe;
+    framed_over_tcp: super::support::over_tcp;
     decorated: super::support::over_harmless_faults;
     announced: super::memory::over_memory;
     announced_to_a_group: super::memory::over_memory_to_a_group;

@@ -2,17 +2,18 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use kv::KvSlice;
 use transfer::TransportChoice;
 use transfer::data::{
-    Batch, DataError, DataOffer, Gathering, LaneSides, PairRate, Path, ReceiveData, ReceiveDataLane, SendData,
-    SendDataLane, Taken, Taking,
+    Batch, BatchOrder, BatchOutcome, DataError, DataOffer, Gathering, LaneSides, PairRate, Path, ReceiveData,
+    ReceiveDataLane, SendData, SendDataLane,
 };
 use transfer::fault::FaultPlan;
 use types::{KvLayout, PageId};
@@ -82,9 +83,73 @@ impl Caches for MemoryCaches {
     }
 }
 
-fn offer(first: u8, cache: &MemoryCache) -> DataOffer {
+fn offer(first: u8, cache: &MemoryCache, batch_bytes_max: u32) -> DataOffer {
     let gpus = (0..cache.ranks.len()).map(|rank| [first + rank as u8; 16]).collect();
-    DataOffer { choice: TransportChoice::Auto, host: 1, gpus, nccl: 0 }
+    DataOffer { choice: TransportChoice::Auto, host: 1, gpus, nccl: 0, batch_bytes_max }
+}
+
+/// What goes otherwise than it should in one test, and what it sees of that.
+#[derive(Default)]
+pub(crate) struct Script {
+    /// What the sender says in HELLO of its largest batch, if not the truth.
+    pub(crate) sender_claims: Option<u32>,
+    /// The batch that the receiver cannot take, so that the two sides are out of step.
+    pub(crate) broken_batch: Option<u64>,
+    /// Pairs that both sides would join. The receiver refuses the second.
+    pub(crate) joins: u8,
+    /// Sides that wait for the other one when the lane is opened, for ever.
+    pub(crate) sender_waits: bool,
+    pub(crate) receiver_waits: bool,
+    /// Names that have been made, and those of which the sender was told.
+    pub(crate) made: Mutex<Vec<u8>>,
+    pub(crate) told: Mutex<Vec<u8>>,
+    pub(crate) sender: Closing,
+    pub(crate) receiver: Closing,
+    /// Whether the receiver has let go of its half.
+    pub(crate) is_receiver_dropped: AtomicBool,
+}
+
+/// Whether one half of a lane is waiting for the other one, or closed.
+#[derive(Default)]
+pub(crate) struct Closing {
+    state: Mutex<(bool, bool)>,
+    changed: Condvar,
+}
+
+impl Closing {
+    /// Waits for the other side, which never comes.
+    fn wait(&self) -> DataError {
+        let mut state = self.state.lock().unwrap();
+        state.0 = true;
+        self.changed.notify_all();
+        drop(self.changed.wait_while(state, |(_, is_closed)| !*is_closed).unwrap());
+        DataError("closed".into())
+    }
+
+    fn close(&self) {
+        self.state.lock().unwrap().1 = true;
+        self.changed.notify_all();
+    }
+
+    /// Whether the half comes to wait, within a bound.
+    pub(crate) async fn is_waiting(&self) -> bool {
+        self.comes_to(|(is_waiting, _)| is_waiting).await
+    }
+
+    /// Whether the half comes to be closed, within a bound.
+    pub(crate) async fn is_closed(&self) -> bool {
+        self.comes_to(|(_, is_closed)| is_closed).await
+    }
+
+    async fn comes_to(&self, wanted: impl Fn((bool, bool)) -> bool) -> bool {
+        for _ in 0..200 {
+            if wanted(*self.state.lock().unwrap()) {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        false
+    }
 }
 
 fn checksum(bytes: &[u8]) -> u32 {
@@ -94,11 +159,13 @@ fn checksum(bytes: &[u8]) -> u32 {
 struct MemorySend {
     cache: Arc<MemoryCache>,
     staging_bytes: usize,
+    batch_bytes_max: u32,
+    script: Arc<Script>,
 }
 
 impl SendData for MemorySend {
     fn offer(&self) -> DataOffer {
-        offer(1, &self.cache)
+        offer(1, &self.cache, self.script.sender_claims.unwrap_or(self.batch_bytes_max))
     }
 
     fn open(&self, sides: &LaneSides<'_>) -> Result<(Arc<dyn SendDataLane>, Vec<u8>), DataError> {
@@ -107,7 +174,7 @@ impl SendData for MemorySend {
         let rank = || Mutex::new(vec![0; self.staging_bytes]);
         let staging: Staging = Arc::new((0..sides.sender.tp).map(|_| rank()).collect());
         STAGING.lock().unwrap().get_or_insert_default().insert(number, Arc::clone(&staging));
-        let lane = MemorySendLane { cache: Arc::clone(&self.cache), staging };
+        let lane = MemorySendLane { cache: Arc::clone(&self.cache), staging, script: Arc::clone(&self.script) };
         Ok((Arc::new(lane), number.to_le_bytes().to_vec()))
     }
 }
@@ -115,6 +182,7 @@ impl SendData for MemorySend {
 struct MemorySendLane {
     cache: Arc<MemoryCache>,
     staging: Staging,
+    script: Arc<Script>,
 }
 
 struct Gathered(Vec<u32>);
@@ -130,7 +198,14 @@ impl Gathering for Gathered {
 }
 
 impl SendDataLane for MemorySendLane {
-    fn connect(&self) -> Result<(), DataError> {
+    fn connect(&self, joins: mpsc::Receiver<Bytes>) -> Result<(), DataError> {
+        if self.script.sender_waits {
+            return Err(self.script.sender.wait());
+        }
+        for _ in 0..self.script.joins {
+            let name = joins.recv().map_err(|_| DataError("nothing to join".into()))?;
+            self.script.told.lock().unwrap().extend(name);
+        }
         Ok(())
     }
 
@@ -160,38 +235,45 @@ impl SendDataLane for MemorySendLane {
         Ok(())
     }
 
-    fn close(&self) {}
+    fn close(&self) {
+        self.script.sender.close();
+    }
 }
 
 struct MemoryReceive {
     cache: Arc<MemoryCache>,
+    batch_bytes_max: u32,
+    script: Arc<Script>,
 }
 
 impl ReceiveData for MemoryReceive {
     fn offer(&self) -> DataOffer {
-        offer(101, &self.cache)
+        offer(101, &self.cache, self.batch_bytes_max)
     }
 
-    fn open(&self, _: &LaneSides<'_>, setup: &[u8]) -> Result<(Arc<dyn ReceiveDataLane>, Vec<PairRate>), DataError> {
+    fn open(&self, _: &LaneSides<'_>, setup: &[u8]) -> Result<Arc<dyn ReceiveDataLane>, DataError> {
         let number = u64::from_le_bytes(setup.try_into().map_err(|_| DataError("not a number".into()))?);
         let staging = STAGING.lock().unwrap().as_ref().and_then(|staging| staging.get(&number).cloned());
         let staging = staging.ok_or_else(|| DataError(format!("no staging {number}")))?;
-        let (queue, inbox) = mpsc::channel::<Taking>();
-        let cache = Arc::clone(&self.cache);
+        let (queue, inbox) = mpsc::channel::<BatchOrder>();
+        let (cache, broken) = (Arc::clone(&self.cache), self.script.broken_batch);
         std::thread::spawn(move || {
-            while let Ok(taking) = inbox.recv() {
+            while let Ok(order) = inbox.recv() {
                 std::thread::sleep(Duration::from_micros(200));
-                take(&cache, &staging, taking);
+                if broken == Some(order.batch.id) {
+                    (order.done)(BatchOutcome::Broken(DataError("out of step".into())));
+                } else {
+                    take(&cache, &staging, order);
+                }
             }
         });
-        let rate = PairRate { sender_rank: 0, receiver_rank: 0, path: Path::Ipc, mb_per_s: 1 };
-        Ok((Arc::new(MemoryReceiveLane { queue: Mutex::new(queue) }), vec![rate]))
+        Ok(Arc::new(MemoryReceiveLane { queue: Mutex::new(queue), script: Arc::clone(&self.script) }))
     }
 }
 
-fn take(cache: &MemoryCache, staging: &Staging, taking: Taking) {
-    let Taking { batch, bytes, pages, done } = taking;
-    let Some(pages) = pages else { return done(Taken::Whole) };
+fn take(cache: &MemoryCache, staging: &Staging, order: BatchOrder) {
+    let BatchOrder { batch, bytes, pages, done } = order;
+    let Some(pages) = pages else { return done(BatchOutcome::Whole) };
     let staging = staging[batch.sender_rank as usize].lock().unwrap();
     let first = batch.offset as usize;
     let staged = staging[first..first + bytes].chunks(bytes / batch.slices.len());
@@ -204,34 +286,72 @@ fn take(cache: &MemoryCache, staging: &Staging, taking: Taking) {
             corrupt.get_or_insert(slice.slice);
         }
     }
-    done(corrupt.map_or(Taken::Whole, Taken::Corrupt));
+    done(corrupt.map_or(BatchOutcome::Whole, BatchOutcome::Corrupt));
 }
 
 struct MemoryReceiveLane {
-    queue: Mutex<mpsc::Sender<Taking>>,
+    queue: Mutex<mpsc::Sender<BatchOrder>>,
+    script: Arc<Script>,
+}
+
+impl Drop for MemoryReceiveLane {
+    fn drop(&mut self) {
+        self.script.is_receiver_dropped.store(true, Ordering::Release);
+    }
 }
 
 impl ReceiveDataLane for MemoryReceiveLane {
-    fn take(&self, taking: Taking) {
-        self.queue.lock().unwrap().send(taking).unwrap();
+    fn connect(&self, join: &dyn Fn(Bytes)) -> Result<Vec<PairRate>, DataError> {
+        if self.script.receiver_waits {
+            return Err(self.script.receiver.wait());
+        }
+        for name in 0..self.script.joins {
+            self.script.made.lock().unwrap().push(name);
+            join(Bytes::from(vec![name]));
+            let started = Instant::now();
+            while !self.script.told.lock().unwrap().contains(&name) {
+                assert!(started.elapsed() < Duration::from_secs(2), "the sender does not join pair {name}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if name == 1 {
+                return Err(DataError("pair 1 is slow".into()));
+            }
+        }
+        Ok(vec![PairRate { sender_rank: 0, receiver_rank: 0, path: Path::Ipc, mb_per_s: 1 }])
     }
 
-    fn close(&self) {}
+    fn take(&self, order: BatchOrder) {
+        self.queue.lock().unwrap().send(order).unwrap();
+    }
+
+    fn close(&self) {
+        self.script.receiver.close();
+    }
 }
 
-fn world(options: &Options, plan: Option<FaultPlan>) -> World {
+fn world(options: &Options, plan: Option<FaultPlan>, script: Arc<Script>) -> World {
     let sender = Arc::new(MemoryCache::new(&options.sender_layout, 1));
     let receiver = Arc::new(MemoryCache::new(&options.receiver_layout, options.groups));
     let config = &options.config;
-    let staging_bytes = config.in_flight_bytes_max as usize + 2 * config.batch_bytes_max as usize;
-    let send = Arc::new(MemorySend { cache: Arc::clone(&sender), staging_bytes });
-    let receive = Arc::new(MemoryReceive { cache: Arc::clone(&receiver) });
+    let send = Arc::new(MemorySend {
+        cache: Arc::clone(&sender),
+        staging_bytes: config.in_flight_bytes_max as usize + 2 * config.batch_bytes_max as usize,
+        batch_bytes_max: config.batch_bytes_max,
+        script: Arc::clone(&script),
+    });
+    let batch_bytes_max = options.receiver_config().batch_bytes_max;
+    let receive = Arc::new(MemoryReceive { cache: Arc::clone(&receiver), batch_bytes_max, script });
     let caches = Arc::new(MemoryCaches { sender, receiver, damaged: Mutex::default() });
     piped_with_data(options, send, receive, caches, plan)
 }
 
 pub(crate) fn over_memory(options: Options) -> BoxFuture<'static, Option<World>> {
-    async move { Some(world(&options, None)) }.boxed()
+    async move { Some(world(&options, None, Arc::default())) }.boxed()
+}
+
+pub(crate) fn scripted(options: &Options, script: Script) -> (World, Arc<Script>) {
+    let script = Arc::new(script);
+    (world(options, None, Arc::clone(&script)), script)
 }
 
 /// The receiver has three attention groups, each with pages of its own.
@@ -240,5 +360,5 @@ pub(crate) fn over_memory_to_a_group(options: Options) -> BoxFuture<'static, Opt
 }
 
 pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
-    world(&options, Some(plan))
+    world(&options, Some(plan), Arc::default())
 }

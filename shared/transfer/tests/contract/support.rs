@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use transfer::data::{ReceiveData, SendData};
 use transfer::fault::{FaultCounts, FaultPlan, Faulty};
-use transfer::host::{Connector, HostReceiver, HostSender, Stream};
+use transfer::framed::{Connector, FramedReceiver, FramedSender, Stream};
 use transfer::{
     Arrival, ArrivalEvent, ArrivalSink, ArrivalSlot, Part, ReceiveTransport, SendTicket, SendTransport, SinkClosed,
     TransferConfig, TransferError,
@@ -70,6 +70,8 @@ pub(crate) struct Options {
     pub(crate) sender_layout: KvLayout,
     pub(crate) receiver_layout: KvLayout,
     pub(crate) config: TransferConfig,
+    /// The receiver's, if it is another.
+    pub(crate) receiver_config: Option<TransferConfig>,
     pub(crate) sink_capacity: usize,
     /// Attention groups of the receiver: everything lands in the last one.
     pub(crate) groups: u32,
@@ -78,11 +80,16 @@ pub(crate) struct Options {
 impl Default for Options {
     fn default() -> Self {
         let (sender_layout, receiver_layout) = (layout(2), layout(4));
-        Self { sender_layout, receiver_layout, config: quick(), sink_capacity: 4096, groups: 1 }
+        let (config, receiver_config) = (quick(), None);
+        Self { sender_layout, receiver_layout, config, receiver_config, sink_capacity: 4096, groups: 1 }
     }
 }
 
 impl Options {
+    pub(crate) fn receiver_config(&self) -> &TransferConfig {
+        self.receiver_config.as_ref().unwrap_or(&self.config)
+    }
+
     pub(crate) fn group(&self) -> DpGroup {
         DpGroup(self.groups - 1)
     }
@@ -90,7 +97,7 @@ impl Options {
 
 pub(crate) struct World {
     pub(crate) sender: Box<dyn SendTransport>,
-    pub(crate) receiver: Arc<HostReceiver>,
+    pub(crate) receiver: Arc<FramedReceiver>,
     pub(crate) arrivals: mpsc::Receiver<Arrival>,
     pub(crate) address: String,
     /// The receiver's attention group that everything lands in.
@@ -174,7 +181,7 @@ impl ArrivalSink for Sink {
 
 /// Joins by in-memory pipes.
 struct PipeConnector {
-    receiver: Arc<HostReceiver>,
+    receiver: Arc<FramedReceiver>,
     tasks: TaskTracker,
     stop: CancellationToken,
 }
@@ -200,7 +207,7 @@ impl Connector for TcpConnector {
 }
 
 struct Ends {
-    receiver: Arc<HostReceiver>,
+    receiver: Arc<FramedReceiver>,
     arrivals: mpsc::Receiver<Arrival>,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -208,14 +215,14 @@ struct Ends {
 
 fn ends(options: &Options) -> Ends {
     let (sender, arrivals) = mpsc::channel(options.sink_capacity);
-    let (layout, config) = (options.receiver_layout.clone(), options.config.clone());
-    let receiver = Arc::new(HostReceiver::new(World::decode_peer(), layout, config, Arc::new(Sink(sender))));
+    let (layout, config) = (options.receiver_layout.clone(), options.receiver_config().clone());
+    let receiver = Arc::new(FramedReceiver::new(World::decode_peer(), layout, config, Arc::new(Sink(sender))));
     Ends { receiver, arrivals, stop: CancellationToken::new(), tasks: TaskTracker::new() }
 }
 
-fn host_sender(options: &Options, connector: Arc<dyn Connector>, tasks: TaskTracker) -> HostSender {
+fn framed_sender(options: &Options, connector: Arc<dyn Connector>, tasks: TaskTracker) -> FramedSender {
     let (layout, config) = (options.sender_layout.clone(), options.config.clone());
-    HostSender::new(connector, World::prefill_peer(), layout, config, tasks, CancellationToken::new())
+    FramedSender::new(connector, World::prefill_peer(), layout, config, tasks, CancellationToken::new())
 }
 
 pub(crate) fn over_pipe(options: Options) -> BoxFuture<'static, Option<World>> {
@@ -227,7 +234,7 @@ pub(crate) fn piped(options: Options) -> BoxFuture<'static, World> {
         let Ends { receiver, arrivals, stop, tasks } = ends(&options);
         let connector =
             Arc::new(PipeConnector { receiver: Arc::clone(&receiver), tasks: tasks.clone(), stop: stop.clone() });
-        let sender = Box::new(host_sender(&options, connector, tasks));
+        let sender = Box::new(framed_sender(&options, connector, tasks));
         World {
             sender,
             receiver,
@@ -255,7 +262,7 @@ pub(crate) fn over_tcp(options: Options) -> BoxFuture<'static, Option<World>> {
                 connections.spawn(async move { receiver.serve(Box::new(stream), stop).await });
             }
         });
-        let sender = Box::new(host_sender(&options, Arc::new(TcpConnector), tasks));
+        let sender = Box::new(framed_sender(&options, Arc::new(TcpConnector), tasks));
         Some(World {
             sender,
             receiver,
@@ -283,7 +290,7 @@ pub(crate) fn piped_with_data(
     receiver.set_data(receive);
     let connector =
         Arc::new(PipeConnector { receiver: Arc::clone(&receiver), tasks: tasks.clone(), stop: stop.clone() });
-    let sender = host_sender(options, connector, tasks);
+    let sender = framed_sender(options, connector, tasks);
     let (faults, caches) = (plan.map(|_| Arc::new(FaultCounts::default())), Some(caches));
     sender.set_data(Arc::new(Damaging::new(send, Arc::clone(caches.as_ref().unwrap()), plan, faults.clone())));
     let plan = plan.map(|plan| FaultPlan { corrupt: 0, duplicate: 0, reorder: 0, disconnect: 10, ..plan });
@@ -299,7 +306,7 @@ pub(crate) async fn faulty(options: Options, plan: FaultPlan) -> World {
     let Ends { receiver, arrivals, stop, tasks } = ends(&options);
     let connector =
         Arc::new(PipeConnector { receiver: Arc::clone(&receiver), tasks: tasks.clone(), stop: stop.clone() });
-    let sender = Faulty::new(host_sender(&options, connector, tasks), plan);
+    let sender = Faulty::new(framed_sender(&options, connector, tasks), plan);
     let faults = Some(sender.counts());
     World {
         sender: Box::new(sender),

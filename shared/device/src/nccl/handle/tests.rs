@@ -41,6 +41,10 @@ impl Fake {
     }
 }
 
+fn no_turn() -> Result<()> {
+    Ok(())
+}
+
 unsafe extern "C" fn async_error(comm: ncclComm_t, state: *mut c_int) -> c_int {
     // SAFETY: the caller's out-pointer.
     unsafe { *state = fake(comm).state.load(Ordering::Acquire) };
@@ -151,7 +155,7 @@ fn a_call_in_the_background_is_waited_for() {
         thread::sleep(SOON);
         fake.set(SUCCESS);
     });
-    assert_eq!(handle.call("ncclSend", LONG, |_, _| IN_PROGRESS), Ok(()));
+    assert_eq!(handle.call("ncclSend", LONG, no_turn, |_, _| IN_PROGRESS), Ok(()));
     finisher.join().unwrap();
     assert_eq!(handle.check(), Ok(()));
 }
@@ -160,8 +164,55 @@ fn a_call_in_the_background_is_waited_for() {
 fn a_call_that_does_not_finish_times_out() {
     let (fake, handle) = Fake::open();
     fake.set(IN_PROGRESS);
-    let outcome = handle.call("ncclRecv", SOON, |_, _| IN_PROGRESS);
+    let outcome = handle.call("ncclRecv", SOON, no_turn, |_, _| IN_PROGRESS);
     assert!(matches!(outcome, Err(NcclError::Timeout { call: "ncclRecv", waited }) if waited >= SOON), "{outcome:?}");
+}
+
+/// One communicator's peer does not come: the calls of others for the same GPU are not kept from it for as long as that is waited for.
+#[test]
+fn a_call_that_waits_for_its_peer_gives_up_its_turn() {
+    static GPU: Mutex<()> = Mutex::new(());
+    let (fake, waiting) = Fake::open();
+    fake.set(IN_PROGRESS);
+    let (issued, at) = mpsc::channel();
+    let (caller, other) = (waiting.clone(), Fake::open().1);
+    let caller = thread::spawn(move || {
+        caller.call(
+            "ncclRecv",
+            LONG,
+            || Ok(GPU.lock().unwrap()),
+            |_, _| {
+                issued.send(()).unwrap();
+                IN_PROGRESS
+            },
+        )
+    });
+    at.recv().unwrap();
+    let started = Instant::now();
+    assert_eq!(other.call("ncclSend", LONG, || Ok(GPU.lock().unwrap()), |_, _| SUCCESS), Ok(()));
+    assert!(started.elapsed() < LONG / 10, "the turn came after {:?}", started.elapsed());
+    assert!(!caller.is_finished(), "which goes on waiting");
+    fake.set(SUCCESS);
+    assert_eq!(caller.join().unwrap(), Ok(()));
+}
+
+/// A launch goes on in the background when the call has returned: until it is over, no other call for the GPU begins.
+#[test]
+fn a_call_keeps_its_turn_until_nccl_is_done() {
+    static GPU: Mutex<()> = Mutex::new(());
+    let (fake, handle) = Fake::open();
+    fake.set(IN_PROGRESS);
+    let finisher = thread::spawn(|| {
+        thread::sleep(TURN / 4);
+        let was_kept = GPU.try_lock().is_err();
+        fake.set(SUCCESS);
+        was_kept
+    });
+    let started = Instant::now();
+    assert_eq!(handle.call("ncclSend", LONG, || Ok(GPU.lock().unwrap()), |_, _| IN_PROGRESS), Ok(()));
+    // On a machine so busy that all this took longer, the turn may have been given up.
+    assert!(finisher.join().unwrap() || started.elapsed() >= TURN);
+    assert!(GPU.try_lock().is_ok());
 }
 
 #[test]
@@ -170,7 +221,7 @@ fn a_failure_names_the_call_and_gives_the_words_of_nccl() {
     let detail = "last words".to_owned();
     let code = "remote process exited".to_owned();
     let error = NcclError::Call { call: "ncclSend", code: code.clone(), detail: detail.clone() };
-    assert_eq!(handle.call("ncclSend", LONG, |_, _| REMOTE_ERROR), Err(error));
+    assert_eq!(handle.call("ncclSend", LONG, no_turn, |_, _| REMOTE_ERROR), Err(error));
     assert_eq!(handle.check(), Ok(()));
     fake.set(REMOTE_ERROR);
     assert_eq!(handle.check(), Err(NcclError::Call { call: "ncclCommGetAsyncError", code, detail }));
@@ -183,7 +234,7 @@ fn an_abort_frees_a_thread_that_waits_in_a_call() {
     let waiting = handle.clone();
     let (issued, at) = mpsc::channel();
     let caller = thread::spawn(move || {
-        waiting.call("ncclRecv", LONG, |_, _| {
+        waiting.call("ncclRecv", LONG, no_turn, |_, _| {
             issued.send(()).unwrap();
             IN_PROGRESS
         })
@@ -192,7 +243,7 @@ fn an_abort_frees_a_thread_that_waits_in_a_call() {
     assert_eq!(handle.check(), Ok(()), "a check does not wait for the call");
     assert!(matches!(handle.begin_abort(|| ()).wait(LONG), Abort::Returned { took } if took < LONG));
     assert_eq!(caller.join().unwrap(), Err(NcclError::Ended));
-    assert_eq!(handle.call("ncclSend", LONG, |_, _| SUCCESS), Err(NcclError::Ended));
+    assert_eq!(handle.call("ncclSend", LONG, no_turn, |_, _| SUCCESS), Err(NcclError::Ended));
     assert_eq!(handle.check(), Err(NcclError::Ended));
     assert!(matches!(handle.begin_abort(|| ()).wait(LONG), Abort::Returned { .. }), "a second abort finds it done");
     assert!(!handle.abandon(|| ()), "nothing is left to abort");
@@ -205,7 +256,7 @@ fn an_abort_that_does_not_return_is_reported_and_not_waited_for() {
     fake.hangs.store(true, Ordering::Release);
     let started = Instant::now();
     assert_eq!(handle.begin_abort(|| ()).wait(SOON), Abort::Stuck);
-    assert_eq!(handle.call("ncclSend", LONG, |_, _| SUCCESS), Err(NcclError::Ended));
+    assert_eq!(handle.call("ncclSend", LONG, no_turn, |_, _| SUCCESS), Err(NcclError::Ended));
 
     assert!(started.elapsed() < LONG);
     fake.hangs.store(false, Ordering::Release);
@@ -277,24 +328,85 @@ fn what_was_prepared_is_kept_until_the_abort_has_returned() {
     assert!(!IS_KEPT.load(Ordering::Acquire));
 }
 
-/// What the child does in [`the_exit_of_the_process_waits_for_an_abort`]: exits while an abort is under way that takes a while.
+/// Prints when the thread is torn down, which takes a while.
+struct TornDown;
+
+impl Drop for TornDown {
+    fn drop(&mut self) {
+        thread::sleep(10 * SOON);
+        println!("torn down");
+    }
+}
+
+/// What the child does in [`the_exit_of_the_process_waits_for_what_is_under_way`]: exits while an abort is under way, on a thread that has locals as the
+/// driver has.
 #[test]
 #[ignore = "the child half of another test"]
 fn exits_during_an_abort() {
+    thread_local!(static LOCAL: TornDown = const { TornDown });
     let (_, handle) = Fake::open();
     let _aborting = handle.begin_abort(|| {
+        LOCAL.with(|_| ());
         thread::sleep(10 * SOON);
         println!("aborted");
     });
     std::process::exit(0);
 }
 
+/// The same, while a call waits for a peer that never comes.
 #[test]
-fn the_exit_of_the_process_waits_for_an_abort() {
-    let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["nccl::handle::tests::exits_during_an_abort", "--exact", "--ignored", "--nocapture"])
+#[ignore = "the child half of another test"]
+fn exits_during_a_call() {
+    let (fake, handle) = Fake::open();
+    fake.set(IN_PROGRESS);
+    let (issued, at) = mpsc::channel();
+    thread::spawn(move || {
+        handle.call("ncclSend", 10 * LONG, no_turn, |_, _| {
+            issued.send(()).unwrap();
+            thread::sleep(10 * SOON);
+            println!("issued");
+            IN_PROGRESS
+        })
+    });
+    at.recv().unwrap();
+    std::process::exit(0);
+}
+
+/// In a process of its own, since all communicators of a process are counted.
+#[test]
+#[ignore = "the child half of another test"]
+fn counts_communicators() {
+    let (fake, handle) = Fake::open();
+    let (_, closed) = Fake::open();
+    assert_eq!(ends::num_communicators(), 2);
+    assert_eq!(closed.close(LONG, || ()), Ok(()));
+    fake.hangs.store(true, Ordering::Release);
+    let aborting = handle.begin_abort(|| ());
+    assert_eq!(ends::num_communicators(), 1, "its end is under way");
+    fake.hangs.store(false, Ordering::Release);
+    assert!(matches!(aborting.wait(LONG), Abort::Returned { .. }));
+    assert_eq!(ends::num_communicators(), 0);
+    println!("counted");
+}
+
+#[test]
+fn communicators_are_counted_until_they_have_ended() {
+    let output = child("counts_communicators");
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("counted\n"), "{output:?}");
+}
+
+#[test]
+fn the_exit_of_the_process_waits_for_what_is_under_way() {
+    for (child, printed) in [("exits_during_an_abort", "aborted\ntorn down\n"), ("exits_during_a_call", "issued\n")] {
+        let output = self::child(child);
+        let found = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && found.contains(printed), "{child}: {output:?}");
+    }
+}
+
+fn child(test: &str) -> std::process::Output {
+    std::process::Command::new(std::env::current_exe().unwrap())
+        .args([&format!("nccl::handle::tests::{test}"), "--exact", "--ignored", "--nocapture"])
         .output()
-        .unwrap();
-    let printed = String::from_utf8_lossy(&child.stdout);
-    assert!(child.status.success() && printed.contains("aborted\n"), "{child:?}");
+        .unwrap()
 }

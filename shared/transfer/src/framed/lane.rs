@@ -14,7 +14,7 @@ use types::{DpGroup, PeerId, TicketId};
 use super::Stream;
 use super::frame_io::{FrameReader, FrameWriter};
 use super::staging::Staging;
-use super::ticket::HostTicket;
+use super::ticket::FramedTicket;
 use crate::config::TransferConfig;
 use crate::contract::{SendLane, SendTicket};
 use crate::error::{LossCause, TransferError};
@@ -194,11 +194,11 @@ async fn write_frames(
     }
 }
 
-pub(super) struct HostLane {
+pub(super) struct FramedLane {
     shared: Arc<LaneShared>,
 }
 
-impl HostLane {
+impl FramedLane {
     /// A lane, and the task that it runs in.
     pub(super) fn new(
         peer: PeerId,
@@ -225,7 +225,7 @@ impl HostLane {
     }
 }
 
-impl SendLane for HostLane {
+impl SendLane for FramedLane {
     fn peer(&self) -> &PeerId {
         &self.shared.peer
     }
@@ -241,7 +241,7 @@ impl SendLane for HostLane {
                 tickets.insert(ticket, sender);
                 receiver
             };
-            let handle = HostTicket::new(ticket, group, Arc::clone(&self.shared), answers);
+            let handle = FramedTicket::new(ticket, group, Arc::clone(&self.shared), answers);
             if let Some(error) = self.shared.lost_error() {
                 return Err(error);
             }
@@ -263,7 +263,7 @@ impl SendLane for HostLane {
     }
 }
 
-impl Drop for HostLane {
+impl Drop for FramedLane {
     fn drop(&mut self) {
         self.close();
     }

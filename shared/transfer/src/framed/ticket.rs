@@ -18,7 +18,7 @@ use crate::data::DataError;
 use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::Frame;
 
-pub(super) struct HostTicket {
+pub(super) struct FramedTicket {
     id: TicketId,
     /// The receiver's attention group that has its pages.
     group: DpGroup,
@@ -34,7 +34,7 @@ pub(super) struct HostTicket {
     is_terminal: AtomicBool,
 }
 
-impl HostTicket {
+impl FramedTicket {
     pub(super) fn new(id: TicketId, group: DpGroup, lane: Arc<LaneShared>, answers: watch::Receiver<Answer>) -> Self {
         let (parts, kv_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
         let (progress, is_terminal) = (Arc::default(), AtomicBool::new(false));
@@ -112,7 +112,7 @@ impl HostTicket {
     }
 }
 
-impl SendTicket for HostTicket {
+impl SendTicket for FramedTicket {
     fn id(&self) -> TicketId {
         self.id
     }
@@ -259,7 +259,7 @@ impl SendTicket for HostTicket {
     }
 }
 
-impl Drop for HostTicket {
+impl Drop for FramedTicket {
     fn drop(&mut self) {
         if !self.is_terminal.load(Ordering::Relaxed) && self.ended().is_none() {
             self.give_up(AbortReason::Cancelled);

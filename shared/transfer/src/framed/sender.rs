@@ -5,13 +5,14 @@ use std::sync::{Arc, OnceLock};
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use types::{KvLayout, PeerId};
 
 use super::frame_io::{FrameReader, FrameWriter};
-use super::lane::{HostLane, LaneReader, LaneWriter};
+use super::lane::{FramedLane, LaneReader, LaneWriter};
 use super::staging::Staging;
 use super::{Connector, on_thread};
 use crate::config::TransferConfig;
@@ -20,8 +21,8 @@ use crate::data::{DataError, DataOffer, LaneSides, Paths, SendData, negotiate};
 use crate::error::{LossCause, TransferError};
 use crate::frame::{Frame, FrameError, VERSION};
 
-/// Opens `host` lanes from one prefill worker.
-pub struct HostSender {
+/// Opens lanes from one prefill worker.
+pub struct FramedSender {
     connector: Arc<dyn Connector>,
     local: PeerId,
     layout: KvLayout,
@@ -31,7 +32,7 @@ pub struct HostSender {
     data: OnceLock<Arc<dyn SendData>>,
 }
 
-impl HostSender {
+impl FramedSender {
     /// Lanes run as tasks of `tasks` until they are dropped, lost, or `stop` is cancelled.
     #[must_use]
     pub fn new(
@@ -108,22 +109,31 @@ impl HostSender {
         let (ours, theirs) = (self.layout.clone(), greeted.receiver_layout.clone());
         let (paths, other) = (greeted.paths.clone(), peer.clone());
         let open = move || data.open(&LaneSides { peer: &other, sender: &ours, receiver: &theirs, paths: &paths });
-        let (lane, setup) = on_thread("kv-open", open).await.map_err(failed)?;
+        let ping_interval = self.config.ping_interval();
+        let nothing = || mpsc::unbounded_channel().1;
+        let opening = on_thread("kv-open", open);
+        let opening = greeted.writer.send_while(ping_interval, nothing(), opening).await.map_err(lost)?;
+        let (lane, setup) = opening.map_err(failed)?;
+        // Dropped with this future, it closes the lane, and what waits for the receiver gives up.
         let staging = Staging::new(Arc::clone(&lane), &self.layout, &greeted.receiver_layout, &self.config);
         greeted.writer.write(&Frame::Setup(Bytes::from(setup))).await.map_err(lost)?;
         greeted.writer.flush().await.map_err(lost)?;
-        let opened = async {
+        let (joins, to_join) = std::sync::mpsc::channel();
+        let reader = &mut greeted.reader;
+        let opened = async move {
             loop {
-                match greeted.reader.next().await.map_err(lost)? {
+                match reader.next().await.map_err(lost)? {
                     Frame::Ping => {}
+                    Frame::Join(name) => drop(joins.send(name)), // who has failed tells that by itself
                     Frame::Opened(rates) => return Ok(rates),
                     Frame::Refused(reason) => return Err(failed(DataError(reason))),
                     other => return Err(lost(FrameError::Unexpected(other.name()).into())),
                 }
             }
         };
-        let connected = async { on_thread("kv-connect", move || lane.connect()).await.map_err(failed) };
-        let (rates, ()) = tokio::try_join!(opened, connected)?;
+        let connected = async { on_thread("kv-connect", move || lane.connect(to_join)).await.map_err(failed) };
+        let both = async { tokio::try_join!(opened, connected) };
+        let (rates, ()) = greeted.writer.send_while(ping_interval, nothing(), both).await.map_err(lost)??;
         for rate in rates {
             let (sender_rank, receiver_rank, path) = (rate.sender_rank, rate.receiver_rank, rate.path.name());
             tracing::info!(%peer, sender_rank, receiver_rank, path, mb_per_s = rate.mb_per_s, "kv data path is open");
@@ -140,7 +150,7 @@ struct Greeted {
     paths: Paths,
 }
 
-impl SendTransport for HostSender {
+impl SendTransport for FramedSender {
     fn connect<'a>(
         &'a self,
         address: &'a str,
@@ -163,7 +173,7 @@ impl SendTransport for HostSender {
             let staging = timeout(limit, self.set_up(&mut greeted, peer)).await.unwrap_or_else(late)?;
             let Greeted { reader, writer, .. } = greeted;
             let (config, stop) = (self.config.clone(), self.stop.child_token());
-            let (lane, run) = HostLane::new(peer.clone(), config, staging, stop, reader, writer);
+            let (lane, run) = FramedLane::new(peer.clone(), config, staging, stop, reader, writer);
             self.tasks.spawn(run);
             Ok(Box::new(lane) as Box<dyn SendLane>)
         }

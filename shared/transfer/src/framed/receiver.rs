@@ -1,45 +1,45 @@
 //! The receiving side: one task a connection, one table of posted tickets for all of them.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
+use kv::PageTables;
 use tokio::io::{ReadHalf, WriteHalf};
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
-use types::{KvLayout, PeerId, TicketId};
+use types::{DpGroup, KvLayout, PeerId, TicketId};
 
-use super::data_connection::{Completions, DataConnection, Over};
+use super::data_connection::{BatchEnd, Completions, DataConnection};
 use super::frame_io::{FrameReader, FrameWriter};
-use super::posted::{Connection, Greeting, Posted, PostedState};
+use super::ticket_table::{Answers, Connection, Greeting, TicketTable};
 use super::{Stream, max_part_bytes, on_thread};
 use crate::config::TransferConfig;
-use crate::contract::{Arrival, ArrivalEvent, ArrivalSink, EndCause, SinkClosed};
-use crate::data::{DataOffer, LaneSides, ReceiveData, negotiate};
-use crate::error::LossCause;
+use crate::contract::{Arrival, ArrivalEvent, ArrivalSink, ReceiveTransport, Revoked, SinkClosed};
+use crate::data::{BatchOutcome, DataError, DataOffer, LaneSides, PairRate, ReceiveData, negotiate};
+use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::{Frame, FrameError};
 
 /// Frames that wait for a connection: answers only, so few. A peer that reads none of them is closed.
 const ANSWERS_MAX: usize = 4096;
 
-/// Takes `host` lanes on one decode worker. The service accepts streams and runs [`HostReceiver::serve`] on each.
-pub struct HostReceiver {
-    pub(super) local: PeerId,
-    pub(super) layout: KvLayout,
-    pub(super) config: TransferConfig,
-    pub(super) sink: Arc<dyn ArrivalSink>,
-    pub(super) tickets: Mutex<HashMap<TicketId, Posted>>,
-    pub(super) next_connection: AtomicU64,
-    pub(super) data: OnceLock<Arc<dyn ReceiveData>>,
+/// Takes lanes on one decode worker. The service accepts streams and runs [`FramedReceiver::serve`] on each.
+pub struct FramedReceiver {
+    local: PeerId,
+    layout: KvLayout,
+    config: TransferConfig,
+    sink: Arc<dyn ArrivalSink>,
+    tickets: TicketTable,
+    next_connection: AtomicU64,
+    data: OnceLock<Arc<dyn ReceiveData>>,
 }
 
-impl HostReceiver {
-    /// Nothing runs until [`HostReceiver::serve`] is called.
+impl FramedReceiver {
+    /// Nothing runs until [`FramedReceiver::serve`] is called.
     #[must_use]
     pub fn new(local: PeerId, layout: KvLayout, config: TransferConfig, sink: Arc<dyn ArrivalSink>) -> Self {
-        assert!(layout.tp > 0 && layout.kv_heads.is_multiple_of(layout.tp), "the engine was built with this layout");
-        let tickets = Mutex::new(HashMap::new());
+        let tickets = TicketTable::new(layout.clone(), config.clone());
         Self { local, layout, config, sink, tickets, next_connection: AtomicU64::new(0), data: OnceLock::new() }
     }
 
@@ -63,18 +63,22 @@ impl HostReceiver {
             Err(_) => return tracing::debug!("kv connection without a greeting in time"),
         };
         let (completions, mut completed) = mpsc::unbounded_channel();
-        let data = match self.set_up(&peer, completions, &mut reader, &mut writer).await {
+        let data = tokio::select! {
+            data = self.set_up(&peer, completions, &mut reader, &mut writer) => data,
+            () = stop.cancelled() => return,
+        };
+        let data = match data {
             Ok(data) => data.map(Arc::new),
             Err(cause) => return tracing::warn!(peer = %peer.sender, %cause, "kv connection without a data path"),
         };
         let (answers, outgoing) = mpsc::channel(ANSWERS_MAX);
         let id = self.next_connection.fetch_add(1, Ordering::Relaxed);
-        let stop = stop.child_token();
-        let connection = Connection { id, peer: Arc::clone(&peer), answers, stop, data };
+        let answers = Answers { frames: answers, stop: stop.child_token() };
+        let connection = Connection { id, peer: Arc::clone(&peer), answers, data };
         let cause = tokio::select! {
             cause = self.read_frames(&mut reader, &mut completed, &connection) => cause,
             cause = self.write_answers(&mut writer, outgoing, id) => cause,
-            () = connection.stop.cancelled() => LossCause::Closed,
+            () = connection.answers.stop.cancelled() => LossCause::Closed,
         };
         tracing::debug!(peer = %peer.sender, %cause, "kv connection closed");
         if let Some(data) = &connection.data {
@@ -117,43 +121,57 @@ impl HostReceiver {
         Ok(peer.filter(|_| accepted))
     }
 
-    /// Opens the data path, if there is to be one. The sender hears from us meanwhile, as it would not wait for silence.
+    /// Opens the data path, if there is to be one. Each side hears from the other meanwhile: neither waits for one that is gone.
     async fn set_up(
         &self,
         peer: &Greeting,
-        completions: mpsc::UnboundedSender<Over>,
+        completions: mpsc::UnboundedSender<BatchEnd>,
         reader: &mut FrameReader<ReadHalf<Box<dyn Stream>>>,
         writer: &mut FrameWriter<WriteHalf<Box<dyn Stream>>>,
     ) -> Result<Option<DataConnection>, LossCause> {
         let Some(data) = self.data.get().filter(|_| !peer.paths.is_host()).cloned() else { return Ok(None) };
-        let setup = match timeout(self.config.setup_timeout(), reader.next()).await {
-            Ok(Ok(Frame::Setup(setup))) => setup,
-            Ok(Ok(other)) => return Err(FrameError::Unexpected(other.name()).into()),
-            Ok(Err(cause)) => return Err(cause),
-            Err(_) => return Err(LossCause::Silent(self.config.setup_timeout())),
-        };
-        let (sender, theirs, ours) = (peer.sender.clone(), Arc::clone(&peer.layout), self.layout.clone());
-        let paths = peer.paths.clone();
-        let open = on_thread("kv-open", move || {
-            data.open(&LaneSides { peer: &sender, sender: &theirs, receiver: &ours, paths: &paths }, &setup)
-        });
-        tokio::pin!(open);
-        let opened = loop {
-            match timeout(self.config.ping_interval(), &mut open).await {
-                Ok(opened) => break opened,
-                Err(_) => {
-                    writer.write(&Frame::Ping).await?;
-                    writer.flush().await?;
+        let setup = async {
+            loop {
+                match reader.next().await? {
+                    Frame::Ping => {}
+                    Frame::Setup(setup) => return Ok(setup),
+                    other => return Err(FrameError::Unexpected(other.name()).into()),
                 }
             }
         };
+        let limit = self.config.setup_timeout();
+        let setup = timeout(limit, setup).await.unwrap_or(Err(LossCause::Silent(limit)))?;
+        let (joins, to_join) = mpsc::unbounded_channel();
+        let opening = reader.listen_while(self.open(peer, data, completions, setup, joins));
+        let opened = writer.send_while(self.config.ping_interval(), to_join, opening).await??;
         let (answer, connection) = match opened {
-            Ok((lane, rates)) => (Frame::Opened(rates), Ok(Some(DataConnection::new(lane, completions)))),
-            Err(cause) => (Frame::Refused(cause.to_string()), Err(LossCause::Io(cause.to_string()))),
+            Ok((connection, rates)) => (Frame::Opened(rates), Ok(Some(connection))),
+            Err(cause) => (Frame::Refused(cause.to_string()), Err(LossCause::DataPath(cause))),
         };
         writer.write(&answer).await?;
         writer.flush().await?;
         connection
+    }
+
+    /// Dropped before it is over, it closes the lane, and what waits for the sender gives up.
+    async fn open(
+        &self,
+        peer: &Greeting,
+        data: Arc<dyn ReceiveData>,
+        completions: mpsc::UnboundedSender<BatchEnd>,
+        setup: Bytes,
+        joins: mpsc::UnboundedSender<Frame>,
+    ) -> Result<(DataConnection, Vec<PairRate>), DataError> {
+        let (sender, theirs, ours) = (peer.sender.clone(), Arc::clone(&peer.layout), self.layout.clone());
+        let paths = peer.paths.clone();
+        let open =
+            move || data.open(&LaneSides { peer: &sender, sender: &theirs, receiver: &ours, paths: &paths }, &setup);
+        let lane = on_thread("kv-open", open).await?;
+        let connection = DataConnection::new(Arc::clone(&lane), completions);
+        // A name for a connection that is gone is for nobody.
+        let connect = move || lane.connect(&|name| drop(joins.send(Frame::Join(name))));
+        let rates = on_thread("kv-connect", connect).await?;
+        Ok((connection, rates))
     }
 
     async fn read_frames(
@@ -166,23 +184,23 @@ impl HostReceiver {
         loop {
             let frame = tokio::select! {
                 biased;
-                Some(over) = completed.recv() => match self.on_batch_over(over, connection).await {
+                Some(end) = completed.recv() => match self.on_batch_end(end, connection).await {
                     Ok(()) => continue,
-                    Err(SinkClosed) => return LossCause::Closed,
+                    Err(cause) => return cause,
                 },
                 frame = reader.next() => match frame {
                     Ok(frame) => frame,
                     Err(cause) => return cause,
                 },
             };
-            if self.is_late_part(&frame, connection, &mut last_gone) {
+            if self.tickets.is_late_part(&frame, connection, &mut last_gone) {
                 continue;
             }
             // Room first: a ticket leaves the table and its arrival enters the sink in one step that nothing can cut in two.
             let Ok(slot) = self.sink.slot().await else {
                 return LossCause::Closed;
             };
-            match self.on_frame(frame, connection) {
+            match self.tickets.on_frame(frame, connection) {
                 Ok(Some(arrival)) => slot(arrival),
                 Ok(None) => {}
                 Err(error) => return error.into(),
@@ -191,17 +209,22 @@ impl HostReceiver {
     }
 
     /// A batch has left the data path: tells of its slices, and of the ticket's end if it waited for this.
-    async fn on_batch_over(&self, over: Over, connection: &Connection) -> Result<(), SinkClosed> {
+    async fn on_batch_end(&self, end: BatchEnd, connection: &Connection) -> Result<(), LossCause> {
         if let Some(data) = &connection.data {
             data.counted();
         }
-        let ticket = over.ticket;
-        let slot = self.sink.slot().await?;
-        if let Some(arrival) = self.take_over(over, connection) {
+        if let BatchOutcome::Broken(cause) = end.outcome {
+            // Whatever is taken from now on may be another batch's bytes.
+            return Err(LossCause::DataPath(cause));
+        }
+        let closed = |SinkClosed| LossCause::Closed;
+        let ticket = end.ticket;
+        let slot = self.sink.slot().await.map_err(closed)?;
+        if let Some(arrival) = self.tickets.on_batch_end(end, connection) {
             slot(arrival);
         }
-        let slot = self.sink.slot().await?;
-        if let Some(event) = self.take_ending(ticket, connection) {
+        let slot = self.sink.slot().await.map_err(closed)?;
+        if let Some(event) = self.tickets.end_if_settled(ticket, connection) {
             slot(Arrival { ticket, event });
         }
         Ok(())
@@ -226,31 +249,36 @@ impl HostReceiver {
             if let Err(cause) = written.await {
                 return cause;
             }
-            if self.has_overdue_abort(connection_id) {
+            if self.tickets.has_overdue_abort(connection_id, Instant::now()) {
                 return LossCause::AbortUnanswered(self.config.ack_timeout());
             }
         }
     }
 
     async fn end_tickets_of(&self, connection_id: u64, cause: &LossCause) {
-        let ended: Vec<(TicketId, Posted)> = self
-            .tickets()
-            .extract_if(|_, posted| match &posted.state {
-                PostedState::Bound(connection) | PostedState::Revoking { connection, .. } => {
-                    connection.id == connection_id
-                }
-                PostedState::Waiting => false,
-            })
-            .collect();
-        for (ticket, posted) in ended {
-            let cause = match posted.state {
-                PostedState::Revoking { .. } => EndCause::Revoked,
-                _ => EndCause::Lost(cause.clone()),
-            };
+        for (ticket, cause) in self.tickets.take_tickets_of(connection_id, cause) {
             match self.sink.slot().await {
                 Ok(slot) => slot(Arrival { ticket, event: ArrivalEvent::Ended(cause) }),
                 Err(SinkClosed) => return,
             }
         }
+    }
+}
+
+impl ReceiveTransport for FramedReceiver {
+    fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError> {
+        self.tickets.post(ticket, sender)
+    }
+
+    fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables) {
+        self.tickets.land(ticket, group, tables);
+    }
+
+    fn revoke(&self, ticket: TicketId, reason: AbortReason) -> Revoked {
+        self.tickets.revoke(ticket, reason, Instant::now())
+    }
+
+    fn num_open(&self) -> usize {
+        self.tickets.num_open()
     }
 }

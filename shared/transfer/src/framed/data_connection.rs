@@ -8,19 +8,19 @@ use kv::{KvSlice, PageTables};
 use tokio::sync::mpsc;
 use types::{PageId, TicketId};
 
-use crate::data::{Batch, DataError, ReceiveDataLane, Taken, Taking};
+use crate::data::{Batch, BatchOrder, BatchOutcome, DataError, ReceiveDataLane};
 
 /// A batch that has left the data path.
-pub(super) struct Over {
+pub(super) struct BatchEnd {
     pub(super) ticket: TicketId,
     pub(super) slices: Vec<KvSlice>,
     pub(super) bytes: usize,
     /// Whether it was to be written.
     pub(super) was_wanted: bool,
-    pub(super) taken: Taken,
+    pub(super) outcome: BatchOutcome,
 }
 
-pub(super) type Completions = mpsc::UnboundedReceiver<Over>;
+pub(super) type Completions = mpsc::UnboundedReceiver<BatchEnd>;
 
 /// Where a batch's slices go.
 pub(super) enum Destination {
@@ -36,7 +36,7 @@ pub(super) enum Destination {
 pub(super) struct DataConnection {
     lane: Arc<dyn ReceiveDataLane>,
     /// Unbounded in type only: the sender's staging bounds the batches.
-    completions: mpsc::UnboundedSender<Over>,
+    completions: mpsc::UnboundedSender<BatchEnd>,
     waiting: Mutex<Waiting>,
     /// Batches in the data path, and completions not counted yet.
     outstanding: AtomicUsize,
@@ -49,7 +49,8 @@ struct Waiting {
 }
 
 impl DataConnection {
-    pub(super) fn new(lane: Arc<dyn ReceiveDataLane>, completions: mpsc::UnboundedSender<Over>) -> Self {
+    /// Of a lane that may still be opening: dropping this closes it.
+    pub(super) fn new(lane: Arc<dyn ReceiveDataLane>, completions: mpsc::UnboundedSender<BatchEnd>) -> Self {
         Self { lane, completions, waiting: Mutex::default(), outstanding: AtomicUsize::new(0) }
     }
 
@@ -93,21 +94,21 @@ impl DataConnection {
         failure: Option<DataError>,
         landed: impl Fn(u64) + Send + 'static,
     ) {
-        let over = Over {
+        let end = BatchEnd {
             ticket: batch.ticket,
             slices: batch.slices.iter().map(|staged| staged.slice).collect(),
             bytes,
             was_wanted: pages.is_some() || failure.is_some(),
-            taken: Taken::Whole,
+            outcome: BatchOutcome::Whole,
         };
         let id = batch.id;
         self.outstanding.fetch_add(1, Ordering::Relaxed);
-        let mut notice = Notice { completions: self.completions.clone(), over: Some(over) };
-        let done = Box::new(move |taken| {
+        let mut notice = Notice { completions: self.completions.clone(), end: Some(end) };
+        let done = Box::new(move |outcome| {
             landed(id);
-            notice.give(failure.map_or(taken, Taken::Failed));
+            notice.give(failure.map_or(outcome, BatchOutcome::Failed));
         });
-        self.lane.take(Taking { batch, bytes, pages, done });
+        self.lane.take(BatchOrder { batch, bytes, pages, done });
     }
 
     /// A completion was received.
@@ -133,23 +134,29 @@ impl DataConnection {
     }
 }
 
+impl Drop for DataConnection {
+    fn drop(&mut self) {
+        self.lane.close();
+    }
+}
+
 /// Tells of a batch's end, also where a data path drops it unfinished: who waits for the last batch of a ticket must not wait for ever.
 struct Notice {
-    completions: mpsc::UnboundedSender<Over>,
-    over: Option<Over>,
+    completions: mpsc::UnboundedSender<BatchEnd>,
+    end: Option<BatchEnd>,
 }
 
 impl Notice {
-    fn give(&mut self, taken: Taken) {
-        if let Some(over) = self.over.take() {
-            let _ = self.completions.send(Over { taken, ..over }); // a connection that is gone counts no more
+    fn give(&mut self, outcome: BatchOutcome) {
+        if let Some(end) = self.end.take() {
+            let _ = self.completions.send(BatchEnd { outcome, ..end }); // a connection that is gone counts no more
         }
     }
 }
 
 impl Drop for Notice {
     fn drop(&mut self) {
-        self.give(Taken::Failed(DataError("the data path dropped it".into())));
+        self.give(BatchOutcome::Failed(DataError("the data path dropped it".into())));
     }
 }
 

@@ -1,4 +1,4 @@
-//! What is particular to the `host` transport: peers that fall silent, never answer, or speak nonsense; and the lanes above it.
+//! What is particular to lanes of frames: peers that fall silent, never answer, or speak nonsense; and the lanes above it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use transfer::data::DataOffer;
 use transfer::frame::{Decoded, Frame};
-use transfer::host::{Connector, HostSender, Stream};
+use transfer::framed::{Connector, FramedSender, Stream};
 use transfer::{
     AbortReason, ArrivalEvent, EndCause, Lanes, LossCause, ReceiveTransport, Revoked, SendTransport, TransferError,
     TransportChoice,
@@ -29,11 +29,11 @@ impl Connector for PlayedPeer {
     }
 }
 
-fn sender_to_played_peer() -> (HostSender, DuplexStream) {
+fn sender_to_played_peer() -> (FramedSender, DuplexStream) {
     let (ours, theirs) = tokio::io::duplex(1 << 16);
     let connector = Arc::new(PlayedPeer(std::sync::Mutex::new(Some(ours))));
     let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
-    (HostSender::new(connector, World::prefill_peer(), layout(2), quick(), tasks, stop), theirs)
+    (FramedSender::new(connector, World::prefill_peer(), layout(2), quick(), tasks, stop), theirs)
 }
 
 async fn write(stream: &mut DuplexStream, frame: &Frame) {
@@ -141,7 +141,7 @@ proptest! {
 
     /// Whatever a peer says, before or after a proper greeting, the receiver closes the connection and lives.
     #[test]
-    fn the_receiver_survives_any_bytes(greet in any::<bool>(), bytes in prop::collection::vec(any::<u8>(), 0..600), kind in 0_u8..18) {
+    fn the_receiver_survives_any_bytes(greet in any::<bool>(), bytes in prop::collection::vec(any::<u8>(), 0..600), kind in 0_u8..19) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         runtime.block_on(async {
             let world = support::piped(Options::default()).await;

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use crate::error::LossCause;
-use crate::frame::{Decoded, Frame};
+use crate::frame::{Decoded, Frame, FrameError};
 
 /// Bytes asked from the stream at least: many small frames then come by one call.
 const READ_SIZE: usize = 64 << 10;
@@ -22,6 +23,21 @@ pub(super) struct FrameReader<R> {
 impl<R: AsyncRead + Unpin> FrameReader<R> {
     pub(super) fn new(stream: R, max_payload: usize, silence: Duration) -> Self {
         Self { stream, buf: BytesMut::new(), max_payload, silence }
+    }
+
+    /// What `work` comes to, unless the peer is lost meanwhile, which has nothing to say but that it is alive.
+    pub(super) async fn listen_while<T>(&mut self, work: impl Future<Output = T>) -> Result<T, LossCause> {
+        tokio::pin!(work);
+        loop {
+            tokio::select! {
+                biased;
+                done = &mut work => return Ok(done),
+                frame = self.next() => match frame? {
+                    Frame::Ping => {}
+                    other => return Err(FrameError::Unexpected(other.name()).into()),
+                },
+            }
+        }
     }
 
     /// The next frame. Cancellation safe: bytes read stay in the buffer.
@@ -61,6 +77,30 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
             self.bounded_write(&mut bytes).await?;
         }
         Ok(())
+    }
+
+    /// What `work` comes to. Meanwhile sends `frames`, and signs of life, without which the peer would not wait.
+    pub(super) async fn send_while<T>(
+        &mut self,
+        ping_interval: Duration,
+        mut frames: mpsc::UnboundedReceiver<Frame>,
+        work: impl Future<Output = T>,
+    ) -> Result<T, LossCause> {
+        tokio::pin!(work);
+        let done = loop {
+            let frame = tokio::select! {
+                Some(frame) = frames.recv() => frame,
+                done = &mut work => break done,
+                () = tokio::time::sleep(ping_interval) => Frame::Ping,
+            };
+            self.write(&frame).await?;
+            self.flush().await?;
+        };
+        // What it sent last of all.
+        while let Ok(frame) = frames.try_recv() {
+            self.write(&frame).await?;
+        }
+        Ok(done)
     }
 
     /// Passes buffered bytes on, for streams that buffer (TLS).

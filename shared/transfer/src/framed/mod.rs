@@ -1,5 +1,5 @@
-//! Lanes of frames over byte streams. By themselves they are the `host` transport, for the CPU engine and for devices that cannot reach each
-//! other; with a [data path](crate::data) beside them the frames only announce what that one moves.
+//! Lanes of frames over byte streams, which every transfer has. By themselves they carry the bytes too, through host memory, for the CPU engine and for
+//! devices that cannot reach each other; with a [data path](crate::data) beside them the frames only announce what that one moves.
 //!
 //! The receiver itself writes what arrives into its pages, so its fence is plain: no arrival, no write. It still asks the sender to
 //! acknowledge an ABORT before it says so, as transports must whose peers write into our memory.
@@ -7,11 +7,11 @@
 mod data_connection;
 mod frame_io;
 mod lane;
-mod posted;
 mod receiver;
 mod sender;
 mod staging;
 mod ticket;
+mod ticket_table;
 
 use std::io;
 
@@ -22,10 +22,13 @@ use types::KvLayout;
 
 use crate::data::DataError;
 
-pub use receiver::HostReceiver;
-pub use sender::HostSender;
+pub use receiver::FramedReceiver;
+pub use sender::FramedSender;
 #[cfg(feature = "cuda")]
 pub(crate) use staging::staging_bytes;
+
+/// The name of this protocol in tickets, whatever moves the bytes of its lanes.
+pub const TRANSPORT: &str = "host";
 
 /// A connected byte stream.
 pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -46,13 +49,19 @@ fn max_part_bytes(layout: &KvLayout) -> usize {
     (layout.kv_heads as usize).saturating_mul(layout.head_bytes())
 }
 
-/// Runs what blocks on a thread of its own, which is left to itself when nobody waits for it any more.
+/// Runs what blocks, inside the driver for the most part, on a thread of its own. It is left to itself when nobody waits for it any more.
 async fn on_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> Result<T, DataError> + Send + 'static,
 ) -> Result<T, DataError> {
     let (outcome, done) = oneshot::channel();
     let thread = std::thread::Builder::new().name(name.into()).spawn(move || drop(outcome.send(work())));
-    thread.map_err(|error| DataError(format!("cannot start thread {name}: {error}")))?;
-    done.await.unwrap_or_else(|_| Err(DataError(format!("thread {name} panicked"))))
+    let thread = thread.map_err(|error| DataError(format!("cannot start thread {name}: {error}")))?;
+    #[cfg(feature = "cuda")]
+    let waited_for = device::DriverWork::begin();
+    let outcome = done.await.unwrap_or_else(|_| Err(DataError(format!("thread {name} panicked"))));
+    let _ = thread.join(); // at its end, which the outcome came from
+    #[cfg(feature = "cuda")]
+    waited_for.joined();
+    outcome
 }

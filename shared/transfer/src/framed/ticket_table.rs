@@ -1,8 +1,9 @@
-//! The receiver's table of tickets: what each frame, and each order of this side, does to one.
+//! The receiver's table of tickets: what each frame, and each order of this side, does to one. Has no clock and does not wait: time comes in, and what
+//! is to be told of goes out.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv::{KvSlice, PageTables};
 use tokio::sync::mpsc;
@@ -10,24 +11,24 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use types::{DpGroup, KvLayout, PeerId, TicketId};
 
-use super::data_connection::{DataConnection, Destination, Over};
-use super::receiver::HostReceiver;
-use crate::contract::{Arrival, ArrivalEvent, CommitReply, EndCause, Part, ReceiveTransport, Revoked};
-use crate::data::{Batch, DataError, Paths, Taken};
-use crate::error::{AbortReason, TransferError};
+use super::data_connection::{BatchEnd, DataConnection, Destination};
+use crate::config::TransferConfig;
+use crate::contract::{Arrival, ArrivalEvent, CommitReply, EndCause, Part, Revoked};
+use crate::data::{Batch, BatchOutcome, DataError, Paths};
+use crate::error::{AbortReason, LossCause, TransferError};
 use crate::frame::{Frame, FrameError};
 
-pub(super) struct Posted {
-    pub(super) sender: PeerId,
+struct Posted {
+    sender: PeerId,
     /// Parts taken, duplicates counted in.
-    pub(super) num_parts: u32,
-    pub(super) state: PostedState,
+    num_parts: u32,
+    state: PostedState,
     /// Where slices go: pages of an attention group.
-    pub(super) landing: Option<(DpGroup, Arc<PageTables>)>,
+    landing: Option<(DpGroup, Arc<PageTables>)>,
     /// Batches that were announced and are not over.
-    pub(super) batches: u32,
+    batches: u32,
     /// How the ticket ends once no batch is left.
-    pub(super) ending: Option<ArrivalEvent>,
+    ending: Option<ArrivalEvent>,
 }
 
 impl Posted {
@@ -44,7 +45,7 @@ impl Posted {
     }
 }
 
-pub(super) enum PostedState {
+enum PostedState {
     /// No BEGIN yet.
     Waiting,
     /// Parts come over this connection.
@@ -58,9 +59,16 @@ pub(super) enum PostedState {
 pub(super) struct Connection {
     pub(super) id: u64,
     pub(super) peer: Arc<Greeting>,
-    pub(super) answers: mpsc::Sender<Frame>,
-    pub(super) stop: CancellationToken,
+    pub(super) answers: Answers,
     pub(super) data: Option<Arc<DataConnection>>,
+}
+
+/// The way to a connection's task, for whoever has something to answer later. It holds nothing of the connection: a thread of the data path that
+/// lets go of it last must not come to end that data path.
+#[derive(Clone)]
+pub(super) struct Answers {
+    pub(super) frames: mpsc::Sender<Frame>,
+    pub(super) stop: CancellationToken,
 }
 
 /// What HELLO said, and what came of it.
@@ -71,38 +79,58 @@ pub(super) struct Greeting {
 }
 
 impl Connection {
-    /// Queues an answer without waiting; a peer that does not read its answers loses the connection.
     pub(super) fn answer(&self, frame: Frame) {
-        if self.answers.try_send(frame).is_err() {
+        self.answers.send(frame);
+    }
+}
+
+impl Answers {
+    /// Queues an answer without waiting; a peer that does not read its answers loses the connection.
+    fn send(&self, frame: Frame) {
+        if self.frames.try_send(frame).is_err() {
             self.stop.cancel();
         }
     }
 }
 
-impl HostReceiver {
-    pub(super) fn take_over(&self, over: Over, connection: &Connection) -> Option<Arrival> {
+/// The tickets of one decode worker.
+pub(super) struct TicketTable {
+    layout: KvLayout,
+    config: TransferConfig,
+    tickets: Mutex<HashMap<TicketId, Posted>>,
+}
+
+impl TicketTable {
+    pub(super) fn new(layout: KvLayout, config: TransferConfig) -> Self {
+        assert!(layout.tp > 0 && layout.kv_heads.is_multiple_of(layout.tp), "the engine was built with this layout");
+        Self { layout, config, tickets: Mutex::default() }
+    }
+
+    pub(super) fn on_batch_end(&self, end: BatchEnd, connection: &Connection) -> Option<Arrival> {
         let mut tickets = self.tickets();
-        let posted = tickets.get_mut(&over.ticket).filter(|posted| posted.is_on(connection))?;
+        let posted = tickets.get_mut(&end.ticket).filter(|posted| posted.is_on(connection))?;
         posted.batches -= 1;
-        if !posted.is_landing() || !over.was_wanted {
+        if !posted.is_landing() || !end.was_wanted {
             return None;
         }
-        let (cause, reason) = match over.taken {
-            Taken::Whole => {
-                let event = ArrivalEvent::Landed { slices: over.slices, bytes: over.bytes };
-                return Some(Arrival { ticket: over.ticket, event });
+        let (cause, reason) = match end.outcome {
+            BatchOutcome::Whole => {
+                let event = ArrivalEvent::Landed { slices: end.slices, bytes: end.bytes };
+                return Some(Arrival { ticket: end.ticket, event });
             }
-            Taken::Corrupt(slice) => (EndCause::Corrupt { slice }, AbortReason::Corrupt),
-            Taken::Failed(cause) => (EndCause::DataPath(cause), AbortReason::EngineFailed),
+            BatchOutcome::Corrupt(slice) => (EndCause::Corrupt { slice }, AbortReason::Corrupt),
+            BatchOutcome::Failed(cause) | BatchOutcome::Broken(cause) => {
+                (EndCause::DataPath(cause), AbortReason::EngineFailed)
+            }
         };
         let commit = posted.ending.replace(ArrivalEvent::Ended(cause));
-        connection.answer(Frame::Abort(over.ticket, reason));
+        connection.answer(Frame::Abort(end.ticket, reason));
         drop(tickets);
         drop(commit); // whose verdict, should it be one, comes behind the ABORT
         None
     }
 
-    pub(super) fn take_ending(&self, ticket: TicketId, connection: &Connection) -> Option<ArrivalEvent> {
+    pub(super) fn end_if_settled(&self, ticket: TicketId, connection: &Connection) -> Option<ArrivalEvent> {
         let mut tickets = self.tickets();
         let posted = tickets.get_mut(&ticket)?;
         if !posted.is_on(connection) || posted.batches > 0 || posted.ending.is_none() {
@@ -120,8 +148,8 @@ impl HostReceiver {
     /// Hands waiting batches on, as far as it is known where they go.
     fn pump(&self, tickets: &HashMap<TicketId, Posted>, connection: &Connection) {
         let Some(data) = &connection.data else { return };
-        let answers = connection.clone();
-        let landed = move |batch| answers.answer(Frame::Landed(batch));
+        let answers = connection.answers.clone();
+        let landed = move |batch| answers.send(Frame::Landed(batch));
         data.pump(&landed, |batch| match tickets.get(&batch.ticket) {
             Some(posted) if posted.is_on(connection) && posted.is_landing() => match &posted.landing {
                 None => Destination::Unknown,
@@ -147,6 +175,10 @@ impl HostReceiver {
         }
         let slice_bytes = (first.slice.head_count as usize).saturating_mul(self.layout.head_bytes());
         let bytes = slice_bytes.checked_mul(batch.slices.len()).ok_or(FrameError::Field("head_count"))?;
+        // HELLO said how large a batch may be. One that could not be taken would leave two-sided paths out of step.
+        if bytes > self.config.batch_bytes_max as usize {
+            return Err(FrameError::Field("batch of more than batch_bytes_max bytes"));
+        }
         let per_rank = self.layout.kv_heads / self.layout.tp;
         let is_sound = |slice: &KvSlice| {
             self.fits_layout(slice, slice_bytes) && slice.head_start / per_rank == batch.receiver_rank % self.layout.tp
@@ -208,9 +240,9 @@ impl HostReceiver {
                     return Ok(self.end(ticket, connection, refusal, || ArrivalEvent::Ended(cause)));
                 }
                 let event = || {
-                    let answers = connection.clone();
+                    let answers = connection.answers.clone();
                     let reply = CommitReply::new(move |verdict| {
-                        answers.answer(match verdict {
+                        answers.send(match verdict {
                             Ok(()) => Frame::Committed(ticket),
                             Err(reason) => Frame::Abort(ticket, reason),
                         });
@@ -239,7 +271,7 @@ impl HostReceiver {
         }
     }
 
-    pub(super) fn tickets(&self) -> MutexGuard<'_, HashMap<TicketId, Posted>> {
+    fn tickets(&self) -> MutexGuard<'_, HashMap<TicketId, Posted>> {
         self.tickets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -345,17 +377,31 @@ impl HostReceiver {
             && bytes == slice.head_count as usize * layout.head_bytes()
     }
 
-    pub(super) fn has_overdue_abort(&self, connection_id: u64) -> bool {
+    /// Whether a sender has not acknowledged an ABORT in time, by `now`.
+    pub(super) fn has_overdue_abort(&self, connection_id: u64, now: Instant) -> bool {
         let limit = self.config.ack_timeout();
         self.tickets().values().any(|posted| match &posted.state {
-            PostedState::Revoking { connection, since } => connection.id == connection_id && since.elapsed() > limit,
+            PostedState::Revoking { connection, since } => connection.id == connection_id && now - *since > limit,
             _ => false,
         })
     }
-}
 
-impl ReceiveTransport for HostReceiver {
-    fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError> {
+    /// Takes out the tickets of a connection that was lost, with how each one ended.
+    pub(super) fn take_tickets_of(&self, connection_id: u64, cause: &LossCause) -> Vec<(TicketId, EndCause)> {
+        let is_its = |posted: &Posted| match &posted.state {
+            PostedState::Bound(connection) | PostedState::Revoking { connection, .. } => connection.id == connection_id,
+            PostedState::Waiting => false,
+        };
+        let ended: Vec<_> = self.tickets().extract_if(|_, posted| is_its(posted)).collect();
+        let cause = |posted: &Posted| match posted.state {
+            PostedState::Revoking { .. } => EndCause::Revoked,
+            _ => EndCause::Lost(cause.clone()),
+        };
+        ended.into_iter().map(|(ticket, posted)| (ticket, cause(&posted))).collect()
+    }
+
+    /// As [`ReceiveTransport::post`](crate::ReceiveTransport::post).
+    pub(super) fn post(&self, ticket: TicketId, sender: &PeerId) -> Result<(), TransferError> {
         let mut tickets = self.tickets();
         let limit = self.config.tickets_max;
         if tickets.contains_key(&ticket) {
@@ -378,7 +424,8 @@ impl ReceiveTransport for HostReceiver {
         Ok(())
     }
 
-    fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables) {
+    /// As [`ReceiveTransport::land`](crate::ReceiveTransport::land).
+    pub(super) fn land(&self, ticket: TicketId, group: DpGroup, tables: &PageTables) {
         let mut open = self.tickets();
         let Some(posted) = open.get_mut(&ticket) else { return };
         posted.landing = Some((group, Arc::new(tables.clone())));
@@ -388,7 +435,8 @@ impl ReceiveTransport for HostReceiver {
         }
     }
 
-    fn revoke(&self, ticket: TicketId, reason: AbortReason) -> Revoked {
+    /// As [`ReceiveTransport::revoke`](crate::ReceiveTransport::revoke).
+    pub(super) fn revoke(&self, ticket: TicketId, reason: AbortReason, now: Instant) -> Revoked {
         let mut tickets = self.tickets();
         let Entry::Occupied(posted) = tickets.entry(ticket) else {
             return Revoked::NotOpen;
@@ -402,7 +450,7 @@ impl ReceiveTransport for HostReceiver {
                 let connection = connection.clone();
                 connection.answer(Frame::Abort(ticket, reason));
                 let posted = posted.into_mut();
-                posted.state = PostedState::Revoking { connection: connection.clone(), since: Instant::now() };
+                posted.state = PostedState::Revoking { connection: connection.clone(), since: now };
                 // A COMMIT that was not told of: what it answers comes behind the ABORT.
                 posted.ending = None;
                 self.pump(&tickets, &connection);
@@ -412,7 +460,8 @@ impl ReceiveTransport for HostReceiver {
         }
     }
 
-    fn num_open(&self) -> usize {
+    /// As [`ReceiveTransport::num_open`](crate::ReceiveTransport::num_open).
+    pub(super) fn num_open(&self) -> usize {
         self.tickets().len()
     }
 }

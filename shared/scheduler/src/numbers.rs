@@ -1,9 +1,9 @@
 //! A damaged page told from damaged weights, by who has logits that are no numbers.
 //!
-//! A page is read by one sequence, or by those that begin alike, which the cache lets go of then: that sequence ends and may be computed anew;
-//! weights are everybody's, so a worker that goes on
-//! would refuse whatever it is given. It is the weights if in a step no row is sound and several sequences are broken, or if sequences
-//! break one after the other, [`MOST_IN_SUCCESSION`] of them, and no row of any step between is sound.
+//! A page is read by one sequence, or by those that begin alike, and the cache lets go of all its pages then: that sequence ends and may be
+//! computed anew. Weights are everybody's, so a worker that goes on would refuse whatever it is given. It is the weights if in a step no row is
+//! sound and several sequences are broken, or if sequences break one after the other, [`MOST_IN_SUCCESSION`] of them, and no row of any step
+//! between is sound.
 
 use crate::in_flight::StepMismatch;
 

@@ -214,7 +214,10 @@ mod tests {
         assert!(matches!(panicked, Err(WorkerError::Panicked("broken"))));
         assert!(!device::was_work_given_up(), "both were waited for");
         let (release, released) = std::sync::mpsc::channel::<()>();
-        let load = runtime.blocking("load-model", move || Ok(drop(released.recv())));
+        let load = runtime.blocking("load-model", move || {
+            let _ = released.recv(); // an error when the other end is dropped, below
+            Ok(())
+        });
         shutdown.begin_drain();
         assert!(matches!(load.await, Ok(None)));
         assert!(device::was_work_given_up());

@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
 use std::collections::HashMap;
 
 use kv::{Context, NoPages, PageDemand, PagePools, PageShape, PrefixCache, SequencePages};

@@ -1,4 +1,5 @@
 //! Prompts that begin like earlier ones: what is computed, what is sent, and what is kept.
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 use scheduler::plan::StepOutput;
 use scheduler::{PrefillOutcome, SequenceSpec, StepMismatch};
@@ -113,11 +114,8 @@ fn salts_are_kept_apart_and_resumed_sequences_reuse_what_they_generated() {
     let (cached_tokens, chunks) = serve(&mut rig, resumed.clone());
     assert_eq!((cached_tokens, chunks[0].start), (288, 288));
     let (cached_tokens, chunks) = serve(&mut rig, resumed);
-    assert_eq!(
-        (cached_tokens, chunks),
-        (300, vec![336..350]),
-        "of the prompt's tokens no more are reported than it has"
-    );
+    assert_eq!((chunks.len(), &chunks[0]), (1, &(336..350)));
+    assert_eq!(cached_tokens, 300, "of the prompt's tokens no more are reported than it has");
 }
 
 #[test]

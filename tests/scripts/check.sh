@@ -10,7 +10,7 @@ if ! cmp -s tests/scripts/requirements.txt "$venv/installed.txt"; then
     "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/scripts/requirements.txt
     cp tests/scripts/requirements.txt "$venv/installed.txt"
 fi
-ours() { find .ci deploy docker fuzz helm kernels services shared tests -name target -prune -o -name "$1" -print0; }
+ours() { find .ci deploy docker docs fuzz helm kernels services shared tests -name target -prune -o -name "$1" -print0; }
 ours '*.py' | xargs -0 "$venv/bin/pyflakes"
 { ours '*.sh'; ours run; } | xargs -0 -n 1 bash -n
 exec python3 -B -m unittest --quiet tests/scripts/check.py

@@ -202,14 +202,20 @@ fn a_call_keeps_its_turn_until_nccl_is_done() {
     static GPU: Mutex<()> = Mutex::new(());
     let (fake, handle) = Fake::open();
     fake.set(IN_PROGRESS);
-    let finisher = thread::spawn(|| {
+    let (issued, at) = mpsc::channel();
+    let finisher = thread::spawn(move || {
+        at.recv().unwrap();
         thread::sleep(TURN / 4);
         let was_kept = GPU.try_lock().is_err();
         fake.set(SUCCESS);
         was_kept
     });
     let started = Instant::now();
-    assert_eq!(handle.call("ncclSend", LONG, || Ok(GPU.lock().unwrap()), |_, _| IN_PROGRESS), Ok(()));
+    let issue = |_: &Api, _| {
+        issued.send(()).unwrap();
+        IN_PROGRESS
+    };
+    assert_eq!(handle.call("ncclSend", LONG, || Ok(GPU.lock().unwrap()), issue), Ok(()));
     // On a machine so busy that all this took longer, the turn may have been given up.
     assert!(finisher.join().unwrap() || started.elapsed() >= TURN);
     assert!(GPU.try_lock().is_ok());

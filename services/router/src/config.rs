@@ -44,8 +44,7 @@ pub struct Workers {
     /// A worker that says nothing for this long is taken for dead.
     #[serde(default = "default_dead_after_ms")]
     pub dead_after_ms: u64,
-    /// Whether a prompt goes rather to the prefill worker that has computed its beginning before. Of use where prefill workers have
-    /// `prefix_reuse`.
+    /// Whether a prompt goes rather to the prefill worker that has computed its beginning before, if that has `prefix_reuse`.
     #[serde(default = "default_prefix_affinity")]
     pub prefix_affinity: bool,
 }

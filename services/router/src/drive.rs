@@ -167,6 +167,9 @@ impl Drive {
                 }
                 said = prefill.next(has_room) => said.into_event(attempt, Role::Prefill, |event| {
                     self.metrics.prefill(&event);
+                    if let (PrefillEvent::FirstToken { cached_tokens: 1.., .. }, Some(permit)) = (&event, &prefill.permit) {
+                        permit.mark_reuses();
+                    }
                     Event::Prefill { attempt, event }
                 }),
                 said = decode.next(has_room) => {

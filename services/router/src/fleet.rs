@@ -159,6 +159,8 @@ struct Worker<L> {
     permit_tokens: u64,
     /// It refused a request; believed until its next report or until another request gives its place back.
     is_full: bool,
+    /// It has not computed all of some prompt: what it was sent before is worth something there.
+    reuses: bool,
     /// A request that was refused before is asking again, alone.
     is_asked_again: bool,
 }
@@ -252,6 +254,7 @@ impl<L: Clone> Fleet<L> {
             permits: 0,
             permit_tokens: 0,
             is_full: false,
+            reuses: false,
             is_asked_again: false,
         };
         self.next_no += 1;
@@ -374,7 +377,8 @@ impl<L: Clone> Fleet<L> {
     }
 
     fn prefill_candidate<'a>(&self, worker: &'a Worker<L>, need: &Need) -> PrefillCandidate<'a> {
-        let known = self.affinity.as_ref().map_or(0, |affinity| affinity.known_tokens(&need.beginnings, worker.no));
+        let affinity = self.affinity.as_ref().filter(|_| worker.reuses);
+        let known = affinity.map_or(0, |affinity| affinity.known_tokens(&need.beginnings, worker.no));
         PrefillCandidate {
             own_prompt_tokens: need.prompt_tokens.saturating_sub(known),
             peer: &worker.report.description.peer,
@@ -407,6 +411,13 @@ impl<L: Clone> Fleet<L> {
             worker.permit_tokens -= assigned.prompt_tokens;
             // A request that got nothing leaves nothing behind.
             worker.is_full &= assigned.refused;
+        }
+    }
+
+    /// The worker said that some tokens of a prompt were cached there.
+    pub fn mark_reuses(&mut self, no: WorkerNo) {
+        if let Some(worker) = self.worker_mut(no) {
+            worker.reuses = true;
         }
     }
 

@@ -51,6 +51,11 @@ impl Permit {
         &self.assigned.gone
     }
 
+    /// The worker said that some tokens of the prompt were cached there.
+    pub(crate) fn mark_reuses(&self) {
+        self.pool.lock().fleet.mark_reuses(self.assigned.worker);
+    }
+
     /// The worker refused the request.
     pub(crate) fn mark_full(&mut self) {
         self.pool.lock().fleet.mark_full(&mut self.assigned);

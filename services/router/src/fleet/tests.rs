@@ -303,7 +303,7 @@ fn reports_that_cannot_be_true_are_refused() {
 
 #[test]
 fn a_prompt_goes_to_who_has_computed_its_beginning_unless_it_is_too_busy() {
-    for prefix_affinity in [true, false] {
+    for (prefix_affinity, reuses) in [(true, true), (true, false), (false, true)] {
         let mut bench = Bench { fleet: Fleet::new(4, prefix_affinity) };
         for (role, worker) in [(Role::Prefill, "p0"), (Role::Prefill, "p1"), (Role::Decode, "d0"), (Role::Decode, "d1")]
         {
@@ -318,13 +318,17 @@ fn a_prompt_goes_to_who_has_computed_its_beginning_unless_it_is_too_busy() {
         let (second, two) = place(&mut bench, 5_000);
         assert_eq!((name(&first), name(&second)), ("p0".into(), "p1".into()), "the idle one");
         for mut assigned in [first, second, one, two] {
+            if reuses {
+                bench.fleet.mark_reuses(assigned.worker);
+            }
             bench.fleet.release(&mut assigned);
         }
         // Both are idle again, and would be named p0 first.
         let (again, _) = place(&mut bench, 5_000);
-        let (want, computed) = if prefix_affinity { ("p1", 1_000 - 768) } else { ("p0", 1_000) };
-        assert_eq!((&*name(&again), again.prompt_tokens), (want, computed));
-        if prefix_affinity {
+        let is_known = prefix_affinity && reuses;
+        let (want, computed) = if is_known { ("p1", 1_000 - 768) } else { ("p0", 1_000) };
+        assert_eq!((&*name(&again), again.prompt_tokens), (want, computed), "{prefix_affinity} {reuses}");
+        if is_known {
             bench.says(WorkerReport {
                 load: Load { pending_prompt_tokens: 900, ..Load::default() },
                 ..report(Role::Prefill, "p1", 1)

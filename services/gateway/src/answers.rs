@@ -13,7 +13,7 @@ use crate::error::ApiError;
 use crate::metrics::GatewayMetrics;
 use crate::router_link::Generation;
 use crate::turn::{Flow, Piece, Turn, TurnEnd};
-use crate::usage::Cost;
+use crate::usage::{CachedTokens, Cost};
 
 /// Something new about answer `index`.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,6 +40,7 @@ pub struct Answers {
     num_answers: u32,
     num_ended: u32,
     cost: Cost,
+    cached: CachedTokens,
     metrics: GatewayMetrics,
     has_begun: bool,
     slot: Slot,
@@ -71,11 +72,11 @@ impl Slot {
 }
 
 impl Answers {
-    /// Reads generation `i` with turn `i`.
+    /// Reads generation `i` with turn `i`. Those of each prompt, `choices_per_prompt` of them, follow each other.
     pub(crate) fn new(
         id: RequestId,
         generations: Vec<(Generation, Turn)>,
-        prompt_tokens: u32,
+        (prompt_tokens, choices_per_prompt): (u32, u32),
         slot: Slot,
         metrics: GatewayMetrics,
     ) -> Self {
@@ -90,6 +91,7 @@ impl Answers {
             num_answers,
             num_ended: 0,
             cost,
+            cached: CachedTokens::new(choices_per_prompt),
             metrics,
             has_begun: false,
             slot,
@@ -118,7 +120,8 @@ impl Answers {
             }
             if let Update::End(end) = &event.update {
                 self.num_ended += 1;
-                self.cost.add(end, cached_tokens);
+                self.cost.add(end);
+                self.cost.cached_tokens = self.cached.count(event.index, cached_tokens);
                 self.metrics.output_tokens.inc_by(u64::from(end.output_tokens));
             }
             event

@@ -229,7 +229,8 @@ impl Service {
         let generations = try_join_all(requests.into_iter().map(|request| self.router.generate(request, call))).await?;
         let turns = generations.into_iter().map(|generation| (generation, self.turn(&job)));
         self.metrics.prompt_tokens.inc_by(u64::from(prompt_tokens));
-        Ok(Answers::new(call.id.clone(), turns.collect(), prompt_tokens, slot, self.metrics.clone()))
+        let prompts = (prompt_tokens, job.choices_per_prompt);
+        Ok(Answers::new(call.id.clone(), turns.collect(), prompts, slot, self.metrics.clone()))
     }
 
     /// An answer failed after its first byte.

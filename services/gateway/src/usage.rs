@@ -1,5 +1,7 @@
 //! Token counts as the APIs report them.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use crate::turn::TurnEnd;
@@ -18,11 +20,31 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// Counts an answer in. `cached_tokens` of the answers of one request are the same prompt: the most of them counts.
-    pub fn add(&mut self, end: &TurnEnd, cached_tokens: u32) {
+    /// Counts an answer in, but for its prompt.
+    pub fn add(&mut self, end: &TurnEnd) {
         self.output_tokens += end.output_tokens;
         self.reasoning_tokens += end.reasoning_tokens;
-        self.cached_tokens = self.cached_tokens.max(cached_tokens);
+    }
+}
+
+/// Cached tokens of the prompts of one request, each of which has so many answers. The least of a prompt's counts: its answers reuse what the first
+/// of them has computed, which was not there before.
+#[derive(Debug)]
+pub(crate) struct CachedTokens {
+    choices_per_prompt: u32,
+    of_prompts: BTreeMap<u32, u32>,
+}
+
+impl CachedTokens {
+    pub(crate) const fn new(choices_per_prompt: u32) -> Self {
+        Self { choices_per_prompt, of_prompts: BTreeMap::new() }
+    }
+
+    /// Counts what an answer says; yields the sum over the prompts.
+    pub(crate) fn count(&mut self, answer: u32, cached_tokens: u32) -> u32 {
+        let of_prompt = self.of_prompts.entry(answer / self.choices_per_prompt).or_insert(cached_tokens);
+        *of_prompt = cached_tokens.min(*of_prompt);
+        self.of_prompts.values().sum()
     }
 }
 
@@ -77,5 +99,20 @@ impl From<Cost> for ResponsesUsage {
             output_tokens_details: OutputDetails { reasoning_tokens: cost.reasoning_tokens },
             total_tokens: cost.prompt_tokens + cost.output_tokens,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_prompt_counts_once_with_what_was_there_before_the_request() {
+        let mut cached = CachedTokens::new(2);
+        // Answers 0 and 1 are to the first prompt, 2 and 3 to the second.
+        let sums = [(1, 192), (0, 0), (3, 64), (2, 64)].map(|(answer, tokens)| cached.count(answer, tokens));
+        assert_eq!(sums, [192, 0, 64, 64]);
+        let mut cached = CachedTokens::new(1);
+        assert_eq!([cached.count(0, 192), cached.count(1, 192)], [192, 384]);
     }
 }

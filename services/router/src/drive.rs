@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use chassis::Tasks;
 use futures_util::stream::{self, BoxStream, StreamExt, TryStreamExt};
 use tokio::sync::mpsc;
 use tonic::metadata::MetadataMap;
@@ -15,6 +16,7 @@ use crate::affinity::Beginnings;
 use crate::error::RequestError;
 use crate::fleet::{ModelKey, Need};
 use crate::flight::{Action, Event, Flight, Outcome, Pair};
+use crate::link;
 use crate::metrics::RouterMetrics;
 use crate::worker_pool::{Granted, InFlight, Permit, Waiting, WorkerPool};
 
@@ -31,6 +33,7 @@ pub(crate) type ClientSender = mpsc::Sender<Result<GenerateEvent, RequestError>>
 /// Everything that one flight is connected to.
 pub(crate) struct Drive {
     pub(crate) pool: Arc<WorkerPool>,
+    pub(crate) tasks: Tasks,
     pub(crate) metrics: RouterMetrics,
     pub(crate) model: ModelKey,
     /// The caller's, of which the trace context is passed on.
@@ -110,7 +113,9 @@ impl<E> SideEvent<E> {
     fn into_event(self, attempt: u32, role: Role, message: impl FnOnce(E) -> Event) -> Event {
         match self {
             Self::Message(Some(Ok(event))) => message(event),
-            Self::Message(Some(Err(LegError { class, reason }))) => Event::LegFailed { attempt, role, class, reason },
+            Self::Message(Some(Err(LegError { class, between, reason }))) => {
+                Event::LegFailed { attempt, role, class, between, reason }
+            }
             Self::Message(None) => Event::LegClosed { attempt, role },
             Self::Gone => Event::WorkerGone { attempt, role },
         }
@@ -120,18 +125,25 @@ impl<E> SideEvent<E> {
 /// How a leg ended if not well.
 struct LegError {
     class: ErrorClass,
+    /// Whether it is the way of KV to the other worker.
+    between: bool,
     reason: String,
 }
 
+/// Reasons, as workers name them, that speak of the worker at the other end.
+const BETWEEN: [&str; 3] = ["PEER_LOST", "PEER_SLOW", "PEER_RESTARTED"];
+
 impl From<Status> for LegError {
     fn from(status: Status) -> Self {
-        Self { class: wire::status::class(&status), reason: status.message().to_owned() }
+        let between = wire::status::reason(&status).is_some_and(|reason| BETWEEN.contains(&&*reason));
+        Self { class: wire::status::class(&status), between, reason: status.message().to_owned() }
     }
 }
 
 impl From<InvalidMessage> for LegError {
     fn from(error: InvalidMessage) -> Self {
-        Self { class: ErrorClass::Fatal, reason: format!("message does not follow the protocol: {error}") }
+        let reason = format!("message does not follow the protocol: {error}");
+        Self { class: ErrorClass::Fatal, between: false, reason }
     }
 }
 
@@ -225,6 +237,12 @@ impl Drive {
                 if let Some(permit) = permits.into_iter().flatten().find(|permit| *permit.peer() == peer) {
                     tracing::debug!(worker = %peer, "no room, waiting for it");
                     permit.mark_full();
+                }
+            }
+            Action::Unlink => {
+                if let (Some(prefill), Some(decode)) = (&holdings.prefill.permit, &holdings.decode.permit) {
+                    prefill.unlink(decode);
+                    link::open_pairs(&self.tasks, &self.pool);
                 }
             }
             Action::Resume(failure) => {

@@ -111,7 +111,7 @@ pub struct LinkOrder<L> {
 /// How far two workers that fit each other are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Link {
-    /// They have not been ready together.
+    /// They have not been ready together, or the way of KV has failed.
     Unlinked,
     /// The way of KV is being opened, and tried again until it is.
     Ordered,
@@ -161,6 +161,8 @@ struct Worker<L> {
     is_full: bool,
     /// It has not computed all of some prompt: what it was sent before is worth something there.
     reuses: bool,
+    /// When it was given a request last, as a count of them.
+    last_given: u64,
     /// A request that was refused before is asking again, alone.
     is_asked_again: bool,
 }
@@ -183,6 +185,8 @@ pub struct Fleet<L> {
     /// Pairs that fit each other.
     links: HashMap<PairNo, Link>,
     next_no: u64,
+    /// Requests that workers were given so far, once for each side.
+    given: u64,
     prefills_per_worker_max: u32,
     /// `None`: workers compute every prompt from its start.
     affinity: Option<Affinity>,
@@ -193,7 +197,7 @@ impl<L: Clone> Fleet<L> {
     #[must_use]
     pub fn new(prefills_per_worker_max: u32, prefix_affinity: bool) -> Self {
         let affinity = prefix_affinity.then(Affinity::default);
-        Self { workers: Vec::new(), links: HashMap::new(), next_no: 0, prefills_per_worker_max, affinity }
+        Self { workers: Vec::new(), links: HashMap::new(), next_no: 0, given: 0, prefills_per_worker_max, affinity }
     }
 
     /// A heartbeat from `address`. Another incarnation than before at that address ends the earlier one.
@@ -255,6 +259,7 @@ impl<L: Clone> Fleet<L> {
             permit_tokens: 0,
             is_full: false,
             reuses: false,
+            last_given: 0,
             is_asked_again: false,
         };
         self.next_no += 1;
@@ -316,6 +321,13 @@ impl<L: Clone> Fleet<L> {
     pub fn on_linked(&mut self, pair: PairNo) {
         if let Some(link) = self.links.get_mut(&pair) {
             *link = Link::Open;
+        }
+    }
+
+    /// The way of KV of two workers has failed: they are no pair until it was opened anew.
+    pub fn on_unlinked(&mut self, prefill: WorkerNo, decode: WorkerNo) {
+        if let Some(link @ Link::Open) = self.links.get_mut(&PairNo { prefill, decode }) {
+            *link = Link::Unlinked;
         }
     }
 
@@ -381,6 +393,7 @@ impl<L: Clone> Fleet<L> {
         let known = affinity.map_or(0, |affinity| affinity.known_tokens(&need.beginnings, worker.no));
         PrefillCandidate {
             own_prompt_tokens: need.prompt_tokens.saturating_sub(known),
+            last_given: worker.last_given,
             peer: &worker.report.description.peer,
             pending_prompt_tokens: worker.permit_tokens.max(worker.report.load.pending_prompt_tokens),
             has_room: !worker.is_full && worker.permits < self.prefills_per_worker_max,
@@ -388,7 +401,10 @@ impl<L: Clone> Fleet<L> {
     }
 
     fn assign(&mut self, no: WorkerNo, prompt_tokens: u64, asks_alone: bool) -> Assigned<L> {
+        self.given += 1;
+        let given = self.given;
         let worker = self.worker_mut(no).expect("it was chosen from this list");
+        worker.last_given = given;
         worker.permits += 1;
         worker.permit_tokens += prompt_tokens;
         worker.is_asked_again |= asks_alone;

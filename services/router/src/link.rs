@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use chassis::Tasks;
 use tonic::transport::Channel;
 use wire::pb;
 
@@ -16,8 +17,15 @@ use crate::worker_pool::WorkerPool;
 /// Longest wait for one answer: ranks that meet over NCCL take seconds each, and a worker bounds each of its own steps.
 const ANSWER_MAX: Duration = Duration::from_secs(120);
 
+/// Has the ways opened that are to be opened now, in the background.
+pub(crate) fn open_pairs(tasks: &Tasks, pool: &Arc<WorkerPool>) {
+    for order in pool.to_link() {
+        tasks.spawn_background("link", open(Arc::clone(pool), order));
+    }
+}
+
 /// Tries until the way is open or one of the two is gone.
-pub(crate) async fn open(pool: Arc<WorkerPool>, order: LinkOrder<Channel>) {
+async fn open(pool: Arc<WorkerPool>, order: LinkOrder<Channel>) {
     let [prefill_gone, decode_gone] = &order.gone;
     tokio::select! {
         () = prefill_gone.cancelled() => {}

@@ -12,6 +12,8 @@ pub struct PrefillCandidate<'a> {
     pub pending_prompt_tokens: u64,
     /// Tokens of this request's prompt that it would compute: those that it has not computed before.
     pub own_prompt_tokens: u64,
+    /// When it was given a request last, as a count.
+    pub last_given: u64,
     /// Whether it may be given one more.
     pub has_room: bool,
 }
@@ -40,7 +42,8 @@ pub enum NoPlace {
 
 /// Chooses a pair, as indices into the two lists. A worker in `avoid` is taken only if there is no other; then prefill's tokens to compute until the
 /// first of this request, those that wait and its own, are to be few, so a busy worker is not chosen for what it has computed before; then decode's
-/// share of its sequences in use. Equal costs go to the earlier candidate.
+/// share of its sequences in use. Among equals it is the prefill worker that was given nothing for longest, so that the memory of all of them is used
+/// for what prompts have in common, and then the earlier candidate.
 ///
 /// # Errors
 /// When there is no pair, or none with room.
@@ -64,7 +67,7 @@ pub fn choose(
             let num_avoided = [prefill.peer, decode.peer].iter().filter(|peer| avoid.contains(peer)).count();
             let share = u64::from(decode.sequences) * 1_000 / u64::from(decode.sequences_max.max(1));
             let tokens_to_compute = prefill.pending_prompt_tokens + prefill.own_prompt_tokens;
-            let cost = (num_avoided, tokens_to_compute, share);
+            let cost = (num_avoided, tokens_to_compute, share, prefill.last_given);
             if best.is_none_or(|(least, _)| cost < least) {
                 best = Some((cost, (p, d)));
             }
@@ -208,6 +211,7 @@ mod tests {
                     peer,
                     pending_prompt_tokens: *pending,
                     own_prompt_tokens: *own,
+                    last_given: 0,
                     has_room: *room,
                 })
                 .collect();

@@ -62,6 +62,7 @@ impl InferenceService {
         let (client, events) = mpsc::channel(CLIENT_MESSAGES_MAX);
         let drive = Drive {
             pool: Arc::clone(&self.pool),
+            tasks: self.tasks.clone(),
             metrics: self.metrics.clone(),
             model: served.model,
             metadata,

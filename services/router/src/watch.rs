@@ -14,6 +14,7 @@ use types::{ErrorClass, Role, WorkerReport};
 use wire::pb;
 
 use crate::config::Workers;
+use crate::link;
 use crate::worker_pool::WorkerPool;
 
 /// A worker that cannot be reached is tried again after this, then after twice as long, and so on.
@@ -139,9 +140,7 @@ impl Watcher {
             if let Err(error) = self.pool.on_report(self.role, &self.address, &self.channel, report) {
                 return error.to_string();
             }
-            for order in self.pool.to_link() {
-                self.tasks.spawn_background("link", crate::link::open(Arc::clone(&self.pool), order));
-            }
+            link::open_pairs(&self.tasks, &self.pool);
             *num_reports += 1;
         }
     }

@@ -51,6 +51,12 @@ impl Permit {
         &self.assigned.gone
     }
 
+    /// The way of KV from this worker to `decode` has failed.
+    pub(crate) fn unlink(&self, decode: &Self) {
+        self.pool.lock().fleet.on_unlinked(self.assigned.worker, decode.assigned.worker);
+        self.pool.fleet_changed();
+    }
+
     /// The worker said that some tokens of the prompt were cached there.
     pub(crate) fn mark_reuses(&self) {
         self.pool.lock().fleet.mark_reuses(self.assigned.worker);

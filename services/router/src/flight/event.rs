@@ -63,6 +63,8 @@ pub enum Event {
         role: Role,
         /// Its class.
         class: ErrorClass,
+        /// Whether what failed lies between the two workers: the way of KV. Either may be at fault.
+        between: bool,
         /// Its message.
         reason: String,
     },
@@ -118,6 +120,8 @@ pub enum Action {
     Release(Role),
     /// The worker has no room until it says otherwise.
     Full(PeerId),
+    /// The way of KV between the two workers is to be opened anew before it is used again.
+    Unlink,
     /// Another attempt begins, because of this.
     Resume(AttemptFailure),
     /// Send to the client.

@@ -175,14 +175,14 @@ impl Flight {
             Event::Prefill { attempt, event } if is_current(attempt) => self.on_prefill(now, event, out),
             Event::LegClosed { attempt, role } if is_current(attempt) => {
                 let reason = "stream ended before its last message".to_owned();
-                self.on_leg_lost(now, role, AttemptFailure::WorkerLost { role, reason }, out);
+                self.on_leg_lost(now, role, false, AttemptFailure::WorkerLost { role, reason }, out);
             }
             Event::WorkerGone { attempt, role } if is_current(attempt) => {
                 let reason = "no heartbeat".to_owned();
-                self.on_leg_lost(now, role, AttemptFailure::WorkerLost { role, reason }, out);
+                self.on_leg_lost(now, role, false, AttemptFailure::WorkerLost { role, reason }, out);
             }
-            Event::LegFailed { attempt, role, class, reason } if is_current(attempt) => {
-                self.on_leg_failed(now, role, class, reason, out);
+            Event::LegFailed { attempt, role, class, between, reason } if is_current(attempt) => {
+                self.on_leg_failed(now, role, (class, between), reason, out);
             }
             Event::Decode { .. }
             | Event::Prefill { .. }
@@ -328,7 +328,14 @@ impl Flight {
         }
     }
 
-    fn on_leg_failed(&mut self, now: Instant, role: Role, class: ErrorClass, reason: String, out: &mut Vec<Action>) {
+    fn on_leg_failed(
+        &mut self,
+        now: Instant,
+        role: Role,
+        (class, between): (ErrorClass, bool),
+        reason: String,
+        out: &mut Vec<Action>,
+    ) {
         let pair = match &self.phase {
             Phase::Queued | Phase::Ended => return,
             Phase::Reserving { pair, .. }
@@ -343,15 +350,17 @@ impl Flight {
                 out.push(Action::Full(pair.peer(role).clone()));
                 self.requeue(now, true, out);
             }
-            ErrorClass::Retryable => self.on_leg_lost(now, role, AttemptFailure::WorkerLost { role, reason }, out),
+            ErrorClass::Retryable => {
+                self.on_leg_lost(now, role, between, AttemptFailure::WorkerLost { role, reason }, out);
+            }
             ErrorClass::Overloaded | ErrorClass::Cancelled | ErrorClass::Fatal => {
-                self.on_leg_lost(now, role, AttemptFailure::WorkerFailed { role, reason }, out);
+                self.on_leg_lost(now, role, between, AttemptFailure::WorkerFailed { role, reason }, out);
             }
         }
     }
 
     /// A leg is gone. Prefill is not needed any more once the KV cache has arrived.
-    fn on_leg_lost(&mut self, now: Instant, role: Role, failure: AttemptFailure, out: &mut Vec<Action>) {
+    fn on_leg_lost(&mut self, now: Instant, role: Role, between: bool, failure: AttemptFailure, out: &mut Vec<Action>) {
         let is_needed = match (&self.phase, role) {
             (Phase::Queued | Phase::Ended, _) => return,
             (Phase::Decoding { .. }, Role::Prefill) => false,
@@ -361,7 +370,11 @@ impl Flight {
             (_, Role::Decode) => true,
         };
         if is_needed {
-            self.attempt_failed(now, failure, &[role], out);
+            let blame: &[Role] = if between { &[Role::Prefill, Role::Decode] } else { &[role] };
+            if between {
+                out.push(Action::Unlink);
+            }
+            self.attempt_failed(now, failure, blame, out);
         } else if role == Role::Prefill && !self.prefill_is_done {
             self.prefill_is_done = true;
             out.push(Action::Release(role));

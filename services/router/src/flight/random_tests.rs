@@ -34,7 +34,7 @@ enum Move {
     },
     Preempted,
     Closed(Role),
-    Failed(Role, ErrorClass),
+    Failed(Role, ErrorClass, bool),
     Gone(Role),
     Tick {
         ms: u16,
@@ -74,7 +74,7 @@ fn moves() -> impl Strategy<Value = Move> {
         2 => (-1..2i8).prop_map(|offset| Move::DecodeFinished { offset }),
         2 => Just(Move::Preempted),
         2 => role().prop_map(Move::Closed),
-        4 => (role(), class()).prop_map(|(role, class)| Move::Failed(role, class)),
+        4 => (role(), class(), any::<bool>()).prop_map(|(role, class, between)| Move::Failed(role, class, between)),
         2 => role().prop_map(Move::Gone),
         3 => (0..7_000u16).prop_map(|ms| Move::Tick { ms }),
         2 => Just(Move::CaughtUp),
@@ -121,7 +121,7 @@ impl Witness {
                 assert!(self.prefilling.is_none(), "decode released under a prefill that may still write");
                 self.reserved = None;
             }
-            Action::Full(_) | Action::Resume(_) => {}
+            Action::Full(_) | Action::Unlink | Action::Resume(_) => {}
             Action::Emit(GenerateEvent::Started { .. }) => self.started += 1,
             Action::Emit(GenerateEvent::Tokens(run)) => {
                 assert_eq!(run.first_index as usize, self.received.len(), "gap or repetition");
@@ -202,7 +202,7 @@ fn event_of(step: Move, flight: &Flight, placed: &mut u32, now: &mut Instant, la
         Move::DecodeFinished { offset } => decode(DecodeEvent::Finished(finished(index(next, offset)))),
         Move::Preempted => decode(DecodeEvent::Preempted),
         Move::Closed(role) => Event::LegClosed { attempt, role },
-        Move::Failed(role, class) => Event::LegFailed { attempt, role, class, reason: String::new() },
+        Move::Failed(role, class, between) => Event::LegFailed { attempt, role, class, between, reason: String::new() },
         Move::Gone(role) => Event::WorkerGone { attempt, role },
         Move::Tick { ms } => {
             *now += Duration::from_millis(ms.into());

@@ -157,6 +157,7 @@ fn describe(actions: &[Action]) -> String {
             format!("prefill {attempt} {:?} ticket {}", sequence.generated, ticket.id.0)
         }
         Action::Release(role) => format!("release {role}"),
+        Action::Unlink => "unlink".to_owned(),
         Action::Full(peer) => format!("full {}", peer.worker),
         Action::Resume(failure) => format!("resume {}", failure.name()),
         Action::Emit(GenerateEvent::Started { request_id, seed }) => format!("started {request_id} {seed}"),
@@ -178,7 +179,11 @@ fn named_event(name: &str, attempt: u32) -> Event {
     let (p1, d1) = (Role::Prefill, Role::Decode);
     let decode = |event| Event::Decode { attempt, event };
     let prefill = |event| Event::Prefill { attempt, event };
-    let failed = |role, class| Event::LegFailed { attempt, role, class, reason: "because".into() };
+    let failed = |role, class| Event::LegFailed { attempt, role, class, between: false, reason: "because".into() };
+    let lane_failed = |role| {
+        let class = ErrorClass::Retryable;
+        Event::LegFailed { attempt, role, class, between: true, reason: "because".into() }
+    };
     match name {
         "placed" => Event::Placed { pair: pair(1), ticket: TicketId(1) },
         "reserved" => decode(DecodeEvent::Reserved(ticket(1, &pair(1)))),
@@ -198,6 +203,8 @@ fn named_event(name: &str, attempt: u32) -> Event {
         "decode closed" => Event::LegClosed { attempt, role: d1 },
         "prefill lost" => failed(p1, ErrorClass::Retryable),
         "decode lost" => failed(d1, ErrorClass::Retryable),
+        "lane lost to prefill" => lane_failed(p1),
+        "lane lost to decode" => lane_failed(d1),
         "prefill broken" => failed(p1, ErrorClass::Fatal),
         "decode broken" => failed(d1, ErrorClass::Fatal),
         "prefill full" => failed(p1, ErrorClass::Overloaded),
@@ -255,6 +262,8 @@ const TABLE: &[(&str, &[&str], &str)] = &[
     ("prefilling", &["first token 1", "committed", "prefill finished"], "resume protocol, RETRY avoiding p1"),
     ("prefilling", &["preempted"], "resume preempted, RETRY"),
     ("prefilling", &["prefill closed", "prefill lost", "prefill gone"], "resume prefill_lost, RETRY avoiding p1"),
+    ("prefilling", &["lane lost to prefill"], "unlink, resume prefill_lost, RETRY avoiding p1 d1"),
+    ("prefilling", &["lane lost to decode"], "unlink, resume decode_lost, RETRY avoiding p1 d1"),
     ("prefilling", &["prefill broken"], "resume prefill_failed, RETRY avoiding p1"),
     ("prefilling", &["prefill full"], "full p1, RETRY refused"),
     ("prefilling", &["decode lost", "decode gone"], "resume decode_lost, RETRY avoiding d1"),
@@ -271,6 +280,7 @@ const TABLE: &[(&str, &[&str], &str)] = &[
     ("transferring", &["reserved", "token 1"], "resume protocol, RETRY avoiding d1"),
     ("transferring", &["preempted"], "resume preempted, RETRY"),
     ("transferring", &["prefill closed", "prefill lost", "prefill gone"], "resume prefill_lost, RETRY avoiding p1"),
+    ("transferring", &["lane lost to prefill"], "unlink, resume prefill_lost, RETRY avoiding p1 d1"),
     ("transferring", &["decode closed", "decode lost", "decode gone"], "resume decode_lost, RETRY avoiding d1"),
     ("transferring", &["decode full"], "resume decode_failed, RETRY avoiding d1"),
     ("transferring", &["client gone"], "release prefill, release decode, end cancelled"),
@@ -288,7 +298,7 @@ const TABLE: &[(&str, &[&str], &str)] = &[
     ),
     ("joined", &["decode finished at 2"], "resume protocol, RETRY avoiding d1"),
     ("joined", &["preempted"], "resume preempted, RETRY"),
-    ("joined", &["prefill closed", "prefill lost", "prefill gone", "placed"], ""),
+    ("joined", &["prefill closed", "prefill lost", "lane lost to prefill", "prefill gone", "placed"], ""),
     ("joined", &["decode lost", "decode gone"], "resume decode_lost, RETRY avoiding d1"),
     ("joined", &["client gone"], "release prefill, release decode, end cancelled"),
     ("decoding", &["token 1", "prefill closed", "prefill gone", "early tick"], ""),

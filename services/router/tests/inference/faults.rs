@@ -162,3 +162,20 @@ async fn workers_without_a_way_for_kv_are_no_pair_until_there_is_one() {
     let (tokens, _) = stand.generate(request(&[1], 5)).await.unwrap().whole().await;
     assert_eq!(tokens.len(), 5);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_way_for_kv_that_fails_costs_one_attempt_and_is_used_again_when_it_is_there() {
+    let mut stand = Stand::start(1, 2, |_| {}).await;
+    stand.prefills[0].script.cut.store(true, Ordering::SeqCst);
+    let mut resumptions = 0;
+    for _ in 0..12 {
+        let (tokens, finished) = stand.generate(request(&[1, 2, 3], 5)).await.unwrap().whole().await;
+        assert_eq!(tokens.len(), 5);
+        resumptions += finished.usage.resumptions;
+    }
+    assert_eq!(resumptions, 1, "the first request found it out");
+    assert_eq!(stand.num_pairs().await, 1);
+    stand.prefills[0].script.cut.store(false, Ordering::SeqCst);
+    stand.await_pairs(2).await;
+    stand.assert_all_released().await;
+}

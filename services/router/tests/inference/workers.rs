@@ -39,6 +39,8 @@ pub(crate) struct Script {
     pub(crate) preempt_after: AtomicU32,
     /// There is no way for KV out of it.
     pub(crate) unlinked: AtomicBool,
+    /// There is none to decode-0.
+    pub(crate) cut: AtomicBool,
     /// No more heartbeats and no more tokens, but open connections.
     pub(crate) frozen: AtomicBool,
     /// Streams that are open: what a worker would hold pages for.
@@ -219,6 +221,16 @@ impl Service {
         Ok(())
     }
 
+    /// As a prefill worker does that cannot hand KV over.
+    fn reach(&self, decode: &str) -> Result<(), Status> {
+        let is_cut = self.script.cut.load(Ordering::SeqCst) && decode == "decode-0";
+        if is_cut || self.script.unlinked.load(Ordering::SeqCst) {
+            let message = format!("no way to {decode}");
+            return Err(wire::status::with_code(tonic::Code::Unavailable, "PEER_LOST", &message, None));
+        }
+        Ok(())
+    }
+
     /// Never returns once the worker is frozen.
     async fn thaw(&self) {
         while self.script.frozen.load(Ordering::SeqCst) {
@@ -260,6 +272,7 @@ impl pb::prefill_server::Prefill for Service {
         let request = wire::convert::sequence(message.sequence.unwrap())?;
         let ticket = Ticket::try_from(message.ticket.unwrap())?;
         assert_eq!(ticket.prefill, self.peer);
+        self.reach(&ticket.decode.worker.0)?;
         let service = self.clone();
         Ok(streamed(&self.script, async move |events: mpsc::Sender<Result<pb::PrefillEvent, Status>>| {
             pause(&service.script.prefill_ms).await;
@@ -288,10 +301,7 @@ impl pb::prefill_server::Prefill for Service {
     }
 
     async fn link(&self, request: Request<pb::LinkRequest>) -> Result<Response<pb::LinkResponse>, Status> {
-        let decode = request.into_inner().decode.unwrap().worker;
-        if self.script.unlinked.load(Ordering::SeqCst) {
-            return Err(Status::unavailable(format!("no way to {decode}")));
-        }
+        self.reach(&request.into_inner().decode.unwrap().worker)?;
         Ok(Response::new(pb::LinkResponse {}))
     }
 }

@@ -15,7 +15,7 @@ use wire::{InvalidMessage, pb};
 use crate::affinity::Beginnings;
 use crate::error::RequestError;
 use crate::fleet::{ModelKey, Need};
-use crate::flight::{Action, Event, Flight, Outcome, Pair};
+use crate::flight::{Action, Event, Flight, LegFailure, Outcome, Pair};
 use crate::link;
 use crate::metrics::RouterMetrics;
 use crate::worker_pool::{Granted, InFlight, Permit, Waiting, WorkerPool};
@@ -55,7 +55,7 @@ struct Holdings {
 
 /// One worker of the present attempt. The fields are dropped in this order: the work is cancelled before its place is given away.
 struct Side<E> {
-    leg: Option<BoxStream<'static, Result<E, LegError>>>,
+    leg: Option<BoxStream<'static, Result<E, LegFailure>>>,
     permit: Option<Permit>,
     /// Whether the flight was told that this worker is gone.
     told_gone: bool,
@@ -104,7 +104,7 @@ impl<E> Side<E> {
 
 enum SideEvent<E> {
     /// The leg's next message; `None` when its stream has ended well.
-    Message(Option<Result<E, LegError>>),
+    Message(Option<Result<E, LegFailure>>),
     /// The fleet has given the worker up. Said once.
     Gone,
 }
@@ -113,34 +113,24 @@ impl<E> SideEvent<E> {
     fn into_event(self, attempt: u32, role: Role, message: impl FnOnce(E) -> Event) -> Event {
         match self {
             Self::Message(Some(Ok(event))) => message(event),
-            Self::Message(Some(Err(LegError { class, between, reason }))) => {
-                Event::LegFailed { attempt, role, class, between, reason }
-            }
+            Self::Message(Some(Err(failure))) => Event::LegFailed { attempt, role, failure },
             Self::Message(None) => Event::LegClosed { attempt, role },
             Self::Gone => Event::WorkerGone { attempt, role },
         }
     }
 }
 
-/// How a leg ended if not well.
-struct LegError {
-    class: ErrorClass,
-    /// Whether it is the way of KV to the other worker.
-    between: bool,
-    reason: String,
-}
-
 /// Reasons, as workers name them, that speak of the worker at the other end.
 const BETWEEN: [&str; 3] = ["PEER_LOST", "PEER_SLOW", "PEER_RESTARTED"];
 
-impl From<Status> for LegError {
+impl From<Status> for LegFailure {
     fn from(status: Status) -> Self {
         let between = wire::status::reason(&status).is_some_and(|reason| BETWEEN.contains(&&*reason));
         Self { class: wire::status::class(&status), between, reason: status.message().to_owned() }
     }
 }
 
-impl From<InvalidMessage> for LegError {
+impl From<InvalidMessage> for LegFailure {
     fn from(error: InvalidMessage) -> Self {
         let reason = format!("message does not follow the protocol: {error}");
         Self { class: ErrorClass::Fatal, between: false, reason }
@@ -321,7 +311,7 @@ async fn granted(waiting: &mut Option<Waiting>) -> Granted {
 /// A call and its answers as one stream; dropping it cancels the call.
 fn leg<P, E>(
     call: impl Future<Output = Result<Response<Streaming<P>>, Status>> + Send + 'static,
-) -> BoxStream<'static, Result<E, LegError>>
+) -> BoxStream<'static, Result<E, LegFailure>>
 where
     P: Send + 'static,
     E: TryFrom<P, Error = InvalidMessage> + Send + 'static,
@@ -329,7 +319,7 @@ where
     stream::once(call)
         .map_ok(Response::into_inner)
         .try_flatten()
-        .map(|message| E::try_from(message?).map_err(LegError::from))
+        .map(|message| E::try_from(message?).map_err(LegFailure::from))
         .boxed()
 }
 

@@ -61,12 +61,8 @@ pub enum Event {
         attempt: u32,
         /// Which leg.
         role: Role,
-        /// Its class.
-        class: ErrorClass,
-        /// Whether what failed lies between the two workers: the way of KV. Either may be at fault.
-        between: bool,
-        /// Its message.
-        reason: String,
+        /// How.
+        failure: LegFailure,
     },
     /// The fleet has given a worker of the pair up.
     WorkerGone {
@@ -84,6 +80,17 @@ pub enum Event {
         /// Whether some pair could take this request if it had room.
         has_pair: bool,
     },
+}
+
+/// How a leg ended if not well.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LegFailure {
+    /// What the flight does about it.
+    pub class: ErrorClass,
+    /// Whether what failed lies between the two workers: the way of KV. Either may be at fault.
+    pub between: bool,
+    /// In the worker's words, or the transport's.
+    pub reason: String,
 }
 
 /// What a flight wants done, in order.

@@ -23,7 +23,7 @@ use types::{
     SampledToken, TicketId, TokenRun, Usage,
 };
 
-pub use event::{Action, Event, Outcome, Pair};
+pub use event::{Action, Event, LegFailure, Outcome, Pair};
 use event::{decode_event_name, prefill_event_name};
 
 use crate::error::{AttemptFailure, RequestError, Stage};
@@ -181,8 +181,8 @@ impl Flight {
                 let reason = "no heartbeat".to_owned();
                 self.on_leg_lost(now, role, false, AttemptFailure::WorkerLost { role, reason }, out);
             }
-            Event::LegFailed { attempt, role, class, between, reason } if is_current(attempt) => {
-                self.on_leg_failed(now, role, (class, between), reason, out);
+            Event::LegFailed { attempt, role, failure } if is_current(attempt) => {
+                self.on_leg_failed(now, role, failure, out);
             }
             Event::Decode { .. }
             | Event::Prefill { .. }
@@ -328,14 +328,8 @@ impl Flight {
         }
     }
 
-    fn on_leg_failed(
-        &mut self,
-        now: Instant,
-        role: Role,
-        (class, between): (ErrorClass, bool),
-        reason: String,
-        out: &mut Vec<Action>,
-    ) {
+    fn on_leg_failed(&mut self, now: Instant, role: Role, failure: LegFailure, out: &mut Vec<Action>) {
+        let LegFailure { class, between, reason } = failure;
         let pair = match &self.phase {
             Phase::Queued | Phase::Ended => return,
             Phase::Reserving { pair, .. }

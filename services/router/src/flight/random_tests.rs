@@ -202,7 +202,10 @@ fn event_of(step: Move, flight: &Flight, placed: &mut u32, now: &mut Instant, la
         Move::DecodeFinished { offset } => decode(DecodeEvent::Finished(finished(index(next, offset)))),
         Move::Preempted => decode(DecodeEvent::Preempted),
         Move::Closed(role) => Event::LegClosed { attempt, role },
-        Move::Failed(role, class, between) => Event::LegFailed { attempt, role, class, between, reason: String::new() },
+        Move::Failed(role, class, between) => {
+            let failure = LegFailure { class, between, reason: String::new() };
+            Event::LegFailed { attempt, role, failure }
+        }
         Move::Gone(role) => Event::WorkerGone { attempt, role },
         Move::Tick { ms } => {
             *now += Duration::from_millis(ms.into());

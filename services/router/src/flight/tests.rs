@@ -179,11 +179,12 @@ fn named_event(name: &str, attempt: u32) -> Event {
     let (p1, d1) = (Role::Prefill, Role::Decode);
     let decode = |event| Event::Decode { attempt, event };
     let prefill = |event| Event::Prefill { attempt, event };
-    let failed = |role, class| Event::LegFailed { attempt, role, class, between: false, reason: "because".into() };
-    let lane_failed = |role| {
-        let class = ErrorClass::Retryable;
-        Event::LegFailed { attempt, role, class, between: true, reason: "because".into() }
+    let leg_failed = |role, class, between| {
+        let failure = LegFailure { class, between, reason: "because".into() };
+        Event::LegFailed { attempt, role, failure }
     };
+    let failed = |role, class| leg_failed(role, class, false);
+    let lane_failed = |role| leg_failed(role, ErrorClass::Retryable, true);
     match name {
         "placed" => Event::Placed { pair: pair(1), ticket: TicketId(1) },
         "reserved" => decode(DecodeEvent::Reserved(ticket(1, &pair(1)))),

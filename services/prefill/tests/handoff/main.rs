@@ -176,19 +176,26 @@ async fn many_requests_at_once_some_cancelled() {
     let monolith = Monolith::new();
     let fleet = Fleet::start(prefill_config(), decode_config()).await;
     let requests: Vec<_> = (0..64_u32).map(|i| request(prompt(1 + (i as usize * 37) % 200, i), 2 + i % 23)).collect();
-    let answers = join_all(requests.iter().enumerate().map(async |(i, request)| {
-        if i % 5 == 4 {
-            let patience = Duration::from_millis(20 * i as u64);
-            return tokio::time::timeout(patience, patiently(&fleet, request)).await.ok();
-        }
-        Some(patiently(&fleet, request).await)
+    all_at_once(&fleet, &monolith, &requests, |i| (i % 5 == 4).then(|| Duration::from_millis(20 * i))).await;
+    fleet.wait_idle().await;
+}
+
+/// Sends requests at once and checks the answers. Those for which `patience` names a time, by their place, are given up after it.
+async fn all_at_once(
+    fleet: &Fleet,
+    monolith: &Monolith,
+    requests: &[GenerateRequest],
+    patience: impl Fn(u64) -> Option<Duration>,
+) {
+    let answers = join_all((0..).zip(requests).map(async |(i, request)| match patience(i) {
+        Some(patience) => tokio::time::timeout(patience, patiently(fleet, request)).await.ok(),
+        None => Some(patiently(fleet, request).await),
     }));
-    for (answer, request) in answers.await.into_iter().zip(&requests) {
+    for (answer, request) in answers.await.into_iter().zip(requests) {
         if let Some(tokens) = answer {
             assert_eq!(tokens, monolith.generate(request));
         }
     }
-    fleet.wait_idle().await;
 }
 
 /// As a router does: a refusal for lack of room is tried again.

@@ -1,12 +1,13 @@
 //! Prompts that begin like earlier ones, through both workers.
 
-use futures_util::future::join_all;
+use std::time::Duration;
+
 use transfer::TransferConfig;
 use types::{CacheSalt, GenerateRequest, ParallelLayout};
 
+use crate::all_at_once;
 use crate::fleet::{Fleet, decode_config, prefill_config, prompt, request};
 use crate::monolith::Monolith;
-use crate::patiently;
 
 /// What the fleet answers is what one engine alone does; yields how many prompt tokens were cached.
 async fn answer(fleet: &Fleet, monolith: &Monolith, request: &GenerateRequest) -> u32 {
@@ -49,18 +50,7 @@ async fn what_was_cached_is_sent_through_a_lane_that_is_too_narrow_for_it() {
     }
     // Several at once, and some that are given up while they wait for room.
     let requests: Vec<_> = (0..12).map(|i| request(prompt(961 + i, 1), 8)).collect();
-    let answers = join_all(requests.iter().enumerate().map(async |(i, request)| {
-        if i % 4 == 3 {
-            let patience = std::time::Duration::from_millis(5 * i as u64);
-            return tokio::time::timeout(patience, patiently(&fleet, request)).await.ok();
-        }
-        Some(patiently(&fleet, request).await)
-    }));
-    for (answer, request) in answers.await.into_iter().zip(&requests) {
-        if let Some(tokens) = answer {
-            assert_eq!(tokens, monolith.generate(request));
-        }
-    }
+    all_at_once(&fleet, &monolith, &requests, |i| (i % 4 == 3).then(|| Duration::from_millis(5 * i))).await;
     fleet.wait_idle().await;
     assert_eq!(answer(&fleet, &monolith, &request(prompt(970, 1), 8)).await, 960);
 }

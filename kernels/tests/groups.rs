@@ -1,6 +1,6 @@
 //! What attention groups exchange: their tokens before the experts, and the sums behind them.
 //!
-//! Ranks are streams of one thread here, on two GPUs or one. Ranks that share a GPU exchange few tokens: kernels of so few blocks run side
+//! Ranks are streams of one thread here, on a GPU each or on fewer. Ranks that share a GPU exchange few tokens: kernels of so few blocks run side
 //! by side there, which an engine could not rely on.
 
 use device::{Device, DeviceBuffer, Stream};
@@ -10,6 +10,7 @@ use kernels::{
     TokenMailboxAddress,
 };
 
+use crate::gpu::skip::skip;
 use crate::gpu::{Gpu, Random};
 use crate::peers::{EPS, add, norm_of};
 
@@ -37,20 +38,21 @@ const MOST_STREAMS: usize = 4;
 
 /// Whether one of so many ranks shares its GPU.
 fn shares(ranks: usize) -> bool {
-    (device::probe().unwrap() as usize) < ranks.min(2) || ranks > 2
+    (device::probe().unwrap() as usize) < ranks
 }
 
 /// `None`, with the reason printed, without a GPU.
 fn ranks(groups: usize, group_ranks: usize, tokens: usize) -> Option<Vec<Rank>> {
     Gpu::open()?;
-    let gpus = device::probe().unwrap().min(2);
     let sizes = GroupSizes { groups, group_ranks, hidden: HIDDEN, tokens };
-    if sizes.ranks() > MOST_STREAMS * gpus as usize {
-        eprintln!("skipped: {} ranks, of which {MOST_STREAMS} may share a GPU", sizes.ranks());
+    let gpus = (device::probe().unwrap() as usize).min(sizes.ranks());
+    if sizes.ranks() > MOST_STREAMS * gpus {
+        let needed = sizes.ranks().div_ceil(MOST_STREAMS);
+        skip(needed as u32, format!("{gpus} GPUs for {} ranks, of which {MOST_STREAMS} may share one", sizes.ranks()));
         return None;
     }
     let load = |rank: usize| {
-        let device = Device::open(rank as u32 % gpus).unwrap();
+        let device = Device::open((rank % gpus) as u32).unwrap();
         (device.stream().unwrap(), Kernels::load(&device).unwrap())
     };
     let loaded: Vec<(Stream, Kernels)> = (0..sizes.ranks()).map(load).collect();
@@ -204,7 +206,7 @@ fn layers(groups: usize, group_ranks: usize, steps: &[&[usize]]) {
     let mut random = Random::new();
     for starts in steps {
         if shares(ranks.len()) && starts[groups] > SHARED_TOKENS {
-            eprintln!("skipped: {} tokens, ranks that share a GPU exchange {SHARED_TOKENS}", starts[groups]);
+            skip(ranks.len() as u32, format!("{} tokens, ranks that share a GPU exchange {SHARED_TOKENS}", starts[groups]));
             continue;
         }
         for with_norm in [true, false, true] {

@@ -5,7 +5,8 @@
     python3 tests/gpu/kv_transfer.py target/release/damask --layout tp1-tp1 --transport ipc load
 
 Needs nothing but Python; says that it was skipped where there is no GPU, and where there is one, the ranks of all layouts share it. Prints tables, a line PASS or FAIL for each gate, and exits with 1 for a FAIL.
-`chat`: every case must be answered as the case file says, one by one and then eight at a time, and all pages be free afterwards.
+`chat`: every case must be answered as the case file says, one by one and then eight at a time, and all pages be free afterwards; with `--reuse`
+by a prefill that computes of each prompt only what it has not computed before.
 `kill`: a worker is killed (SIGKILL) before the first batch is announced, between two batches, behind the COMMIT, or while its sequence
 generates; the other one must keep its process, answer by a new incarnation within 5 s of that one's readiness, and have all its pages free at the end.
 `load`: gpt-oss-20b with random weights; sequences decode while prompts of 8k tokens are prefilled and sent, one after the other, and beside that nothing, and
@@ -56,7 +57,7 @@ def chat_of(args, cases, name, transport):
     started = time.monotonic()
     answered = lambda stack, case: check(case, stack.chat(case))
     try:
-        with Stack(args.binary, LAYOUTS.get(name), transport, transfer=args.transfer) as stack:
+        with Stack(args.binary, LAYOUTS.get(name), transport, transfer=args.transfer, reuse=args.reuse) as stack:
             ready = time.monotonic()
             wrong = [answered(stack, case) for case in cases]
             with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
@@ -68,15 +69,18 @@ def chat_of(args, cases, name, transport):
             reached = {rank for line in stack.data_paths() for rank in re.findall(r"receiver_rank=(\d+)", line)}
             if reached and len(reached) != ranks(stack.decode.config["layout"]):
                 complaints.append(f"data paths to decode's ranks {sorted(reached)} alone")
+            reused = int(stack.prefill.metrics().get("damask_prefix_reused_tokens_total", 0))
             metrics, paths = stack.decode.metrics(), sorted({word for line in stack.data_paths() for word in line.split() if word.startswith("path=")})
     except (OSError, StackError) as error:
-        return f"| {name} | {transport} | - | - | - | - | - | - | {time.monotonic() - started:.0f} |", [str(error)]
+        return f"| {name} | {transport} | - | - | - | - | - | - | - | {time.monotonic() - started:.0f} |", [str(error)]
     moved = metrics.get('damask_transfer_stage_bytes_total{stage="move"}', 0) / 1e6
     compared, corrupt = (int(metrics.get(f"damask_transfer_{what}_total", 0)) for what in ("checksums_compared", "batches_corrupt"))
+    if (reused > 0) != args.reuse:
+        complaints.append(f"{reused} prompt tokens were reused")
     if corrupt:
         complaints.append(f"{corrupt} batches with a wrong checksum")
     ways = " and ".join(path.removeprefix("path=").strip('"') for path in paths) or "host"
-    return (f"| {name} | {transport} | {ways} | {2 * len(cases)} | {len(wrong)} | {moved:.1f} | {compared} | {corrupt} "
+    return (f"| {name} | {transport} | {ways} | {2 * len(cases)} | {len(wrong)} | {reused} | {moved:.1f} | {compared} | {corrupt} "
             f"| {ready - started:.0f} + {done - ready:.0f} |"), complaints
 
 
@@ -86,8 +90,8 @@ def run_chat(args, cases):
     runs = [(name, transport) for name in args.layouts for transport in transports if transport != "nccl" or on(name).nccl()]
     # Those whose kernels wait for each other have the cards for themselves: processes take turns on a card.
     alone, together = [run for run in runs if on(run[0]).spins()], [run for run in runs if not on(run[0]).spins()]
-    print("| layout | transport | way | answers | wrong | KV moved, MB | checksums compared | batches corrupt | s to start + to answer |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| layout | transport | way | answers | wrong | prompt tokens reused | KV moved, MB | checksums compared | batches corrupt | s to start + to answer |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     complaints = {}
     with concurrent.futures.ThreadPoolExecutor(max(len(together), 1)) as pool:
         for run, (row, wrong) in zip(together, pool.map(lambda run: chat_of(args, cases, *run), together)):
@@ -99,7 +103,8 @@ def run_chat(args, cases):
     for run, wrong in complaints.items():
         if wrong:
             print(f"{run}: {len(wrong)} complaints, the first ones:", *wrong[:3], sep="\n  ")
-    return all([gate(not wrong, f"chat {name} over {transport}") for (name, transport), wrong in complaints.items()])
+    reuse = ", prompts reused" if args.reuse else ""
+    return all([gate(not wrong, f"chat {name} over {transport}{reuse}") for (name, transport), wrong in complaints.items()])
 
 
 # --- kills --------------------------------------------------------------------------------------------------------------
@@ -296,6 +301,7 @@ def main():
     parser.add_argument("--layout", default="all", help=f"of {', '.join(LAYOUTS)}; chat takes several, and all; kill and load take tp1-tp1 by default")
     parser.add_argument("--transport", help="of auto, ipc, nccl, host; chat takes several; default auto, for chat auto,nccl")
     parser.add_argument("--transfer", type=json.loads, help="further settings of both workers' section transfer, as JSON")
+    parser.add_argument("--reuse", action="store_true", help="chat: prompts that begin like earlier ones compute only what is new")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=32, help="that decode in load")
     parser.add_argument("--seconds", type=float, default=4, help="of each row of load")

@@ -4,12 +4,14 @@
 #   tests/gpu/two_gpus.sh build DIR              here: builds the binaries, strips them, and puts them into DIR
 #   tests/gpu/two_gpus.sh run DIR OUT [PART..]   there: runs parts, all by default, from a checkout; builds nothing. OUT receives logs and tables
 #
+# With DAMASK_TEST_GPUS=1, the parts doctor, contract, kernels, engine, chat and schemes run on one card, whose ranks share it.
 # Needs bash, python3 (its standard library) and NCCL where the loader finds it. Parts, with minutes on two H200:
 #   doctor     0.5  damask doctor
 #   contract   1    the transport contract over every transport, NCCL included
 #   kernels    2    tests of the kernels on one card and of the driver's wrappers on the other, then of kernels and communicators over both
 #   engine     2    tests of the CUDA engine, in every layout of up to four ranks
-#   chat       6    gpt-oss-nano's chat cases by four services in every layout, over auto and nccl
+#   chat       6    gpt-oss-nano's chat cases by four services in every layout, over auto and nccl, and with prompts reused
+#   schemes    1.5  the chat cases in each scheme of weights
 #   kills      4    20 kills over the phases of a transfer, by ipc on one card and by nccl on two, at the same time
 #   path       0.5  KV between idle cards: tail and rate
 #   load       1.5  KV beside a decoding batch: tail, decode step and first token
@@ -17,7 +19,7 @@
 #   sweep      3    steps of 20b and 120b with TP1 (a shape a card), TP2, EP2 TP2 and DP2 EP2
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-PARTS=(doctor contract kernels engine chat kills path load all-reduce sweep)
+PARTS=(doctor contract kernels engine chat schemes kills path load all-reduce sweep)
 
 build() { python3 "$here/binaries.py" "$1" damask driver nccl kernels engine contract bench device_path; }
 
@@ -39,7 +41,7 @@ suite() {
 
 doctor() {
     local code=0
-    "$bin/damask" doctor --gpus 2 2>&1 || code=$?
+    "$bin/damask" doctor --gpus "$DAMASK_TEST_GPUS" 2>&1 || code=$?
     gate "$code" "doctor"
 }
 
@@ -48,6 +50,12 @@ contract() {
 }
 
 kernels() {
+    if [ "$DAMASK_TEST_GPUS" = 1 ]; then
+        suite kernels "$bin/kernels" --test-threads 4 --skip peers --skip groups
+        suite kernels-together "$bin/kernels" peers groups --test-threads 1
+        suite driver "$bin/driver" --test-threads 1
+        return
+    fi
     DAMASK_TEST_GPUS=1 CUDA_VISIBLE_DEVICES=$(card 0) suite kernels "$bin/kernels" --test-threads 4 --skip peers --skip groups &
     DAMASK_TEST_GPUS=1 CUDA_VISIBLE_DEVICES=$(card 1) suite driver "$bin/driver" --test-threads 1 &
     wait
@@ -58,7 +66,23 @@ kernels() {
 
 engine() { suite engine "$bin/engine" --test-threads 1; }
 
-chat() { python3 "$here/kv_transfer.py" "$bin/damask" chat; }
+chat() {
+    python3 "$here/kv_transfer.py" "$bin/damask" chat
+    local code=$?
+    python3 "$here/kv_transfer.py" "$bin/damask" --reuse --layout tp1-tp1-one-card,tp2-tp2,tp2-ep4tp4 --transport auto chat && return $code
+}
+
+# Chat cases in each scheme of weights, given as experts' and the rest's; bf16 experts over two ranks too.
+schemes() {
+    local scheme layouts
+    for scheme in mxfp4/bf16 fp8/bf16 fp8/fp8 mxfp4/fp8 bf16/bf16; do
+        layouts=tp1-tp1-one-card
+        [ $scheme != bf16/bf16 ] || layouts+=,tp2-tp2
+        export DAMASK_{PREFILL,DECODE}__WEIGHTS__EXPERTS=${scheme%/*} DAMASK_{PREFILL,DECODE}__WEIGHTS__DENSE=${scheme#*/}
+        python3 "$here/kv_transfer.py" "$bin/damask" --layout $layouts --transport auto chat | sed "s,^\(PASS\|FAIL\) chat.*,& $scheme,"
+        gate "${PIPESTATUS[0]}" "schemes: $scheme"
+    done
+}
 
 # kill_over LAYOUT TRANSPORT: its own lines, and one that says how it ended.
 kill_over() {
@@ -127,7 +151,7 @@ run() {
     bin=$(cd "$1" && pwd) || return
     out=$2
     # Tests that find less than this fail, and do not skip themselves.
-    export DAMASK_TEST_GPUS=2 NANO_FIXTURES=$here/../fixtures/nano
+    export DAMASK_TEST_GPUS=${DAMASK_TEST_GPUS:-2} NANO_FIXTURES=$here/../fixtures/nano
     [ ${#parts[@]} -gt 0 ] || parts=("${PARTS[@]}")
     mkdir -p "$out" || return
     for part in "${parts[@]}"; do

@@ -96,8 +96,19 @@ class TwoGpus(Case):
 
     def test_a_part_that_crashes_behind_a_gate_fails(self):
         self.program("python3", 'echo "PASS the first"; kill -SEGV $$')
-        code, lines = self.gates("chat")
-        self.assertEqual((code, lines), (1, ["FAIL chat: exit code 139", "PASS the first"]))
+        code, lines = self.gates("load")
+        self.assertEqual((code, lines), (1, ["FAIL load: exit code 139", "PASS the first"]))
+
+    def test_chat_fails_with_either_of_its_runs(self):
+        for fails in ("--reuse", "--transport auto chat", "damask chat"):
+            self.program("python3", f'echo "PASS a run"; [[ "$*" != *"{fails}"* ]] || {{ echo "FAIL a run"; exit 1; }}')
+            self.assertEqual(self.gates("chat")[0], 1, fails)
+
+    def test_a_scheme_that_fails_is_named(self):
+        self.program("python3", 'echo "PASS chat x"; [ "$DAMASK_DECODE__WEIGHTS__EXPERTS/$DAMASK_PREFILL__WEIGHTS__DENSE" != fp8/fp8 ]')
+        code, lines = self.gates("schemes")
+        self.assertEqual((code, [line for line in lines if line.startswith("FAIL")], len(lines)), (1, ["FAIL schemes: fp8/fp8"], 10))
+        self.assertIn("PASS chat x mxfp4/fp8", [" ".join(line.split()) for line in lines])
 
     def test_groups_are_swept_without_prompts(self):
         self.program("damask", f'echo "$*" >>{self.folder}/calls; [[ $1 = plan || "$*" != *"--dp 2"* || "$*" = *"--prompts none"* ]]')

@@ -1,6 +1,6 @@
 """Four services as processes of their own, in a layout of one card or two: what `kv_transfer.py` starts, asks and kills."""
 
-import dataclasses, json, os, pathlib, re, shutil, signal, socket, subprocess, sys, tempfile, threading, time, urllib.request
+import dataclasses, json, os, pathlib, random, re, shutil, signal, socket, subprocess, sys, tempfile, threading, time, urllib.request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,20 @@ def num_cards():
     return len(subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout.splitlines())
 
 
+# Below the ports that systems give to outgoing connections: those could take one between here and the service that listens on it.
+PORTS = iter(random.sample(range(10000, 32000), 20000))
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """One that nobody listens on now, and that this process has not handed out before."""
+    for port in PORTS:
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise StackError("no port is free")
 
 
 def get(address, path, timeout=2):

@@ -10,12 +10,15 @@
 
 #[path = "../driver/mod.rs"]
 mod driver;
+#[path = "../reuse/mod.rs"]
+mod reuse_rig;
 #[path = "../../../device/tests/skip/mod.rs"]
 mod skip;
 
 mod groups;
 mod kv_transfer;
 mod nano;
+mod reuse;
 mod sampling;
 mod schemes;
 mod wide;

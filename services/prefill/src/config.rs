@@ -38,10 +38,9 @@ pub struct Config {
     pub max_context_tokens: u32,
     /// Tokens that one step computes. A cancelled prompt stops at the next chunk.
     pub chunk_tokens: u32,
-    /// Keep the pages of prompts, as long as nobody else needs them, for prompts that begin alike: those compute only what is new. By default on
-    /// the CPU and not on GPUs, where it has not been tried yet. Switch it off to measure how fast prompts are computed, where they have more in
-    /// common than they will in service.
-    pub prefix_reuse: Option<bool>,
+    /// Keep the pages of prompts, as long as nobody else needs them, for prompts that begin alike: those compute only what is new. Switch it off to
+    /// measure how fast prompts are computed, where they have more in common than they will in service.
+    pub prefix_reuse: bool,
     /// Prompts that wait; one more is refused.
     pub max_queued: u32,
     /// Prompts that hold pages: one computes, the transfers of the others are ending.
@@ -81,7 +80,7 @@ impl Default for Config {
             page_tokens: 16,
             max_context_tokens: 8_192,
             chunk_tokens: 256,
-            prefix_reuse: None,
+            prefix_reuse: true,
             max_queued: 64,
             max_prompts: 4,
             full_pages: None,
@@ -125,10 +124,6 @@ pub(crate) struct Sizes {
 }
 
 impl Config {
-    fn reuses_prefixes(&self, backend: Backend) -> bool {
-        self.prefix_reuse.unwrap_or(backend != Backend::Cuda)
-    }
-
     pub(crate) fn sizes(&self, model: &OpenModel) -> Result<Sizes, WorkerError> {
         let shape = model.page_shape(self.page_tokens, self.max_context_tokens)?;
         let longest = shape.pages_for(self.max_context_tokens);
@@ -140,7 +135,7 @@ impl Config {
             full_pages: 0,
             window_pages: 0,
             lookahead: false,
-            prefix_reuse: false,
+            prefix_reuse: self.prefix_reuse,
             remembered_tickets: 4 * self.max_queued + 1_024,
         };
         let window_pages = scheduler.window_pages_per_prompt(shape, self.max_context_tokens) * self.max_prompts;
@@ -166,7 +161,6 @@ impl Config {
         scheduler.full_pages = engine.full_pages;
         // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
         scheduler.lookahead = engine.backend == Backend::Cuda;
-        scheduler.prefix_reuse = self.reuses_prefixes(engine.backend);
         Ok(Sizes { engine, scheduler })
     }
 
@@ -197,14 +191,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prefixes_are_reused_as_the_file_says_or_else_on_the_cpu() {
+    fn prefixes_are_reused_unless_the_file_says_otherwise() {
         let parse = |text: &str| chassis::config::parse::<Config>(text, "prefill.yaml", "prefill", []);
-        for (text, on_cpu, on_gpu) in
-            [("name: one", true, false), ("prefix_reuse: true", true, true), ("prefix_reuse: false", false, false)]
-        {
-            let config = parse(text).unwrap();
-            let found = [Backend::Cpu, Backend::Cuda].map(|backend| config.reuses_prefixes(backend));
-            assert_eq!(found, [on_cpu, on_gpu], "{text}");
+        for (text, reuse) in [("name: one", true), ("prefix_reuse: true", true), ("prefix_reuse: false", false)] {
+            assert_eq!(parse(text).unwrap().prefix_reuse, reuse, "{text}");
         }
         let refused = parse("prefix_reuse: 2").unwrap_err().to_string();
         assert!(refused.contains("prefix_reuse") && refused.contains("boolean"), "{refused}");

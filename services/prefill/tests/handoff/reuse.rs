@@ -81,7 +81,7 @@ async fn salts_resumptions_and_last_tokens() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn switched_off_nothing_is_kept() {
     let monolith = Monolith::new();
-    let fleet = Fleet::start(prefill::Config { prefix_reuse: Some(false), ..prefill_config() }, decode_config()).await;
+    let fleet = Fleet::start(prefill::Config { prefix_reuse: false, ..prefill_config() }, decode_config()).await;
     for _ in 0..3 {
         assert_eq!(answer(&fleet, &monolith, &request(prompt(300, 1), 8)).await, 0);
     }

@@ -206,7 +206,10 @@ fn layers(groups: usize, group_ranks: usize, steps: &[&[usize]]) {
     let mut random = Random::new();
     for starts in steps {
         if shares(ranks.len()) && starts[groups] > SHARED_TOKENS {
-            skip(ranks.len() as u32, format!("{} tokens, ranks that share a GPU exchange {SHARED_TOKENS}", starts[groups]));
+            skip(
+                ranks.len() as u32,
+                format!("{} tokens, ranks that share a GPU exchange {SHARED_TOKENS}", starts[groups]),
+            );
             continue;
         }
         for with_norm in [true, false, true] {

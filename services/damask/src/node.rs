@@ -87,6 +87,7 @@ impl NodeFile {
 /// # Errors
 /// A file that cannot be used, or a worker whose configuration was refused; then the others are drained too.
 pub(crate) async fn node(args: NodeArgs, options: Vec<String>, drain_grace: Duration) -> anyhow::Result<()> {
+    let end = told_to_end()?;
     let own_name = std::env::var("POD_NAME").ok().filter(|name| !name.is_empty());
     let own_name = own_name.map_or_else(host_name, Ok)?;
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
@@ -97,7 +98,7 @@ pub(crate) async fn node(args: NodeArgs, options: Vec<String>, drain_grace: Dura
         running.start(service);
     }
     let outcome = tokio::select! {
-        ended = told_to_end() => ended.map_err(Into::into),
+        () = end => Ok(()),
         error = running.failure() => {
             tracing::error!("a worker cannot run: ending the others");
             Err(error)

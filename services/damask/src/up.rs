@@ -53,15 +53,15 @@ impl UpArgs {
 /// # Errors
 /// A taken port, or a service that gave up.
 pub(crate) async fn up(args: UpArgs, options: Vec<String>, drain_grace: Duration) -> anyhow::Result<()> {
+    let mut end = std::pin::pin!(told_to_end()?);
     let stack_options = args.stack(options, drain_grace)?;
     if stack_options.on_gpus {
         say(&format!("{}: {}\n", stack_options.model, stack_options.fleet));
     }
     let mut stack = Stack::start(&stack_options)?;
-    let mut end = std::pin::pin!(told_to_end());
     tokio::select! {
         ready = stack.wait_ready(progress()) => ready?,
-        ended = &mut end => { ended?; return stack.drain().await; }
+        () = &mut end => return stack.drain().await,
     }
     let addresses = stack.addresses();
     announce(&stack_options, &addresses);
@@ -75,15 +75,16 @@ pub(crate) async fn up(args: UpArgs, options: Vec<String>, drain_grace: Duration
             published = Some(addresses.pids);
         }
         tokio::select! {
-            ended = &mut end => { ended?; break; }
+            () = &mut end => break,
             error = stack.failure() => return Err(error),
             () = tokio::time::sleep(Duration::from_millis(100)) => {}
         }
     }
+    let again = signal()?;
     say("draining; Ctrl-C again to stop at once\n");
     tokio::select! {
         drained = stack.drain() => drained,
-        ended = signal() => { ended?; anyhow::bail!("stopped before all requests had finished") }
+        () = again => anyhow::bail!("stopped before all requests had finished"),
     }
 }
 
@@ -110,41 +111,51 @@ pub(crate) async fn chat(args: ChatArgs, mut options: Vec<String>, drain_grace: 
         options,
         documented_ports: false,
     };
+    let interrupted = signal()?;
     let mut stack = Stack::start(&private)?;
     let answered = tokio::select! {
         answered = async {
             stack.wait_ready(progress()).await?;
             chat::ask(&args, &format!("http://{}", stack.addresses().http)).await
         } => answered,
-        interrupted = signal() => interrupted.map_err(Into::into).and_then(|()| Err(anyhow::anyhow!("interrupted"))),
+        () = interrupted => Err(anyhow::anyhow!("interrupted")),
     };
     let drained = stack.drain().await;
     answered.and(drained)
 }
 
-/// Ctrl-C or SIGTERM; or, where this process is itself supervised, the end of standard input.
-pub(crate) async fn told_to_end() -> std::io::Result<()> {
+/// Ends with [`signal`]; or, where this process is itself supervised, with the end of standard input.
+///
+/// # Errors
+/// When signal handlers cannot be installed.
+pub(crate) fn told_to_end() -> std::io::Result<impl Future<Output = ()>> {
     let stdin_ended = CancellationToken::new();
     if std::env::var_os(SUPERVISED).is_some() {
         let ended = stdin_ended.clone();
         when_stdin_ends(move || ended.cancel());
     }
-    tokio::select! {
-        signal = signal() => signal,
-        () = stdin_ended.cancelled() => Ok(()),
-    }
+    let signal = signal()?;
+    Ok(async move {
+        tokio::select! {
+            () = signal => {}
+            () = stdin_ended.cancelled() => {}
+        }
+    })
 }
 
-/// Ctrl-C, SIGTERM, or SIGHUP, which tells that the terminal was closed.
-async fn signal() -> std::io::Result<()> {
+/// Ends with the next Ctrl-C, SIGTERM, or SIGHUP, which tells that the terminal was closed. From this call on, not from the first poll, none of
+/// them ends the process.
+fn signal() -> std::io::Result<impl Future<Output = ()>> {
     use tokio::signal::unix::{SignalKind, signal};
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut hang_up = signal(SignalKind::hangup())?;
-    tokio::select! {
-        interrupted = tokio::signal::ctrl_c() => interrupted,
-        _ = terminate.recv() => Ok(()),
-        _ = hang_up.recv() => Ok(()),
-    }
+    let [mut interrupt, mut terminate, mut hang_up] =
+        [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?, signal(SignalKind::hangup())?];
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = hang_up.recv() => {}
+        }
+    })
 }
 
 /// Draws the loading of the weights on a terminal, as one bar over both workers.

@@ -1,12 +1,16 @@
 //! The workers that are known and alive, which of them fit each other, and how many requests each has.
 
+mod links;
+
 use std::collections::HashMap;
 use std::fmt;
 
 use chassis::Address;
 use tokio_util::sync::CancellationToken;
-use types::{KvEndpoint, ModelFingerprint, PeerId, Role, TokenId, WorkerReport, WorkerState};
+use types::{ModelFingerprint, PeerId, Role, TokenId, WorkerReport, WorkerState};
 
+use self::links::Link;
+pub use self::links::LinkOrder;
 use crate::affinity::{Affinity, Beginnings};
 use crate::placement::{self, DecodeCandidate, NoPlace, PrefillCandidate};
 
@@ -89,34 +93,6 @@ pub struct Assigned<L> {
 pub struct PairNo {
     prefill: WorkerNo,
     decode: WorkerNo,
-}
-
-/// Two workers that fit each other and are both ready: the way of KV between them is to be opened.
-#[derive(Debug)]
-pub struct LinkOrder<L> {
-    /// Whose answer it is, for [`Fleet::on_linked`].
-    pub pair: PairNo,
-    /// The prefill worker, which opens it.
-    pub prefill: PeerId,
-    /// How to reach the prefill worker.
-    pub link: L,
-    /// The decode worker.
-    pub decode: PeerId,
-    /// Where the decode worker takes KV.
-    pub kv_endpoint: KvEndpoint,
-    /// Cancelled when the one or the other is given up.
-    pub gone: [CancellationToken; 2],
-}
-
-/// How far two workers that fit each other are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Link {
-    /// They have not been ready together, or the way of KV has failed.
-    Unlinked,
-    /// The way of KV is being opened, and tried again until it is.
-    Ordered,
-    /// Requests may use it.
-    Open,
 }
 
 /// Why a report is not believed.
@@ -269,7 +245,7 @@ impl<L: Clone> Fleet<L> {
                 Role::Decode if other.is(Role::Prefill) => (other, &worker),
                 _ => continue,
             };
-            match mismatch(prefill, decode) {
+            match links::mismatch(prefill, decode) {
                 None => {
                     self.links.insert(PairNo { prefill: prefill.no, decode: decode.no }, Link::Unlinked);
                 }
@@ -294,45 +270,6 @@ impl<L: Clone> Fleet<L> {
         }
         worker.gone.cancel();
         tracing::warn!(worker = %worker.report.description.peer, %address, requests = worker.permits, reason, "worker lost");
-    }
-
-    /// Pairs whose way of KV is to be opened now; each is named once.
-    pub fn to_link(&mut self) -> Vec<LinkOrder<L>> {
-        let Self { workers, links, .. } = self;
-        let ready = |no: WorkerNo| workers.iter().find(|worker| worker.no == no && worker.is_ready());
-        let mut orders = Vec::new();
-        for (pair, link) in links.iter_mut().filter(|(_, link)| **link == Link::Unlinked) {
-            let (Some(prefill), Some(decode)) = (ready(pair.prefill), ready(pair.decode)) else { continue };
-            let Some(kv_endpoint) = decode.report.description.kv_endpoint.clone() else { continue };
-            *link = Link::Ordered;
-            orders.push(LinkOrder {
-                pair: *pair,
-                prefill: prefill.report.description.peer.clone(),
-                link: prefill.link.clone(),
-                decode: decode.report.description.peer.clone(),
-                kv_endpoint,
-                gone: [prefill.gone.clone(), decode.gone.clone()],
-            });
-        }
-        orders
-    }
-
-    /// The way of KV of a pair is open. A worker that was lost meanwhile has none.
-    pub fn on_linked(&mut self, pair: PairNo) {
-        if let Some(link) = self.links.get_mut(&pair) {
-            *link = Link::Open;
-        }
-    }
-
-    /// The way of KV of two workers has failed: they are no pair until it was opened anew.
-    pub fn on_unlinked(&mut self, prefill: WorkerNo, decode: WorkerNo) {
-        if let Some(link @ Link::Open) = self.links.get_mut(&PairNo { prefill, decode }) {
-            *link = Link::Unlinked;
-        }
-    }
-
-    fn are_linked(&self, prefill: &Worker<L>, decode: &Worker<L>) -> bool {
-        self.links.get(&PairNo { prefill: prefill.no, decode: decode.no }) == Some(&Link::Open)
     }
 
     fn ready(&self, role: Role) -> impl Iterator<Item = &Worker<L>> {
@@ -475,22 +412,6 @@ fn decode_candidate<L>(worker: &Worker<L>) -> DecodeCandidate<'_> {
         // The worker's own count may be old, or include what other routers gave it: it has the last word by refusing.
         has_room: !worker.is_full && !worker.is_asked_again && worker.permits < description.max_sequences,
     }
-}
-
-/// The first field by which two workers cannot serve one request, with both values.
-fn mismatch<L>(prefill: &Worker<L>, decode: &Worker<L>) -> Option<String> {
-    let (p, d) = (&prefill.report.description, &decode.report.description);
-    if p.fingerprint != d.fingerprint {
-        return Some(format!("fingerprint: {} and {}", p.fingerprint, d.fingerprint));
-    }
-    if p.weights_fingerprint != d.weights_fingerprint {
-        return Some(format!("weights_fingerprint: {} and {}", p.weights_fingerprint, d.weights_fingerprint));
-    }
-    if p.numerics != d.numerics {
-        return Some(format!("numerics: {} and {}", p.numerics, d.numerics));
-    }
-    let layouts = p.kv_layout.check_peer(&d.kv_layout).err()?;
-    Some(format!("kv_layout.{}: {} and {}", layouts.field, layouts.ours, layouts.theirs))
 }
 
 #[cfg(test)]

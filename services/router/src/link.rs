@@ -30,14 +30,14 @@ async fn open(pool: Arc<WorkerPool>, order: LinkOrder<Channel>) {
     tokio::select! {
         () = prefill_gone.cancelled() => {}
         () = decode_gone.cancelled() => {}
-        () = until_open(&order) => {
+        () = until_open(&pool, &order) => {
             tracing::info!(prefill = %order.prefill, decode = %order.decode, "workers are linked");
             pool.on_linked(order.pair);
         }
     }
 }
 
-async fn until_open(order: &LinkOrder<Channel>) {
+async fn until_open(pool: &WorkerPool, order: &LinkOrder<Channel>) {
     let mut retry = RETRY_MIN;
     let mut told = None;
     loop {
@@ -56,6 +56,7 @@ async fn until_open(order: &LinkOrder<Channel>) {
             tracing::warn!(
                 prefill = %order.prefill, decode = %order.decode, reason, "no way for kv between these workers, trying on"
             );
+            pool.on_link_failed(order.pair, reason.clone());
             told = Some(reason);
         }
         tokio::time::sleep(retry).await;

@@ -197,6 +197,10 @@ impl WorkerPool {
         self.fleet_changed();
     }
 
+    pub(crate) fn on_link_failed(&self, pair: PairNo, reason: String) {
+        self.lock().fleet.on_link_failed(pair, reason);
+    }
+
     fn fleet_changed(self: &Arc<Self>) {
         let is_ready = self.served().is_some();
         self.ready.send_if_modified(|ready| std::mem::replace(ready, is_ready) != is_ready);
@@ -206,6 +210,11 @@ impl WorkerPool {
     /// What can be served now.
     pub(crate) fn served(&self) -> Option<Served> {
         self.lock().fleet.served()
+    }
+
+    /// Why nothing can be.
+    pub(crate) fn why_no_pair(&self) -> String {
+        self.lock().fleet.why_no_pair()
     }
 
     pub(crate) fn has_pair(&self, model: &ModelKey) -> bool {

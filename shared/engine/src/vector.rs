@@ -149,7 +149,7 @@ pub(crate) fn greater(x: f32, y: f32) -> f32 {
 }
 
 /// `exp(x)`, at most 1.1 units in the last place off (tested over all magnitudes); 0 below -87.33, where the result would be subnormal, and
-/// infinity above 88.72.
+/// infinity above 88.72; NaN of NaN.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, `ln 2` in two parts (Cody and Waite), then the polynomial of degree 5 for `(exp(r) - 1 - r) / r²`
 /// from Cephes `expf` (S. Moshier).
@@ -174,6 +174,8 @@ pub(crate) fn exp(x: f32) -> f32 {
         0.0
     } else if x > HIGH {
         f32::INFINITY
+    } else if x.is_nan() {
+        x // which `clamped` is not
     } else {
         y
     }
@@ -216,6 +218,7 @@ mod tests {
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp(89.0), f32::INFINITY);
         assert_eq!(exp(f32::INFINITY), f32::INFINITY);
+        assert!(exp(f32::NAN).is_nan());
     }
 
     #[test]

@@ -130,7 +130,7 @@ fn workers_that_differ_are_never_paired() {
         bench.says(report(Role::Prefill, "p", 1));
         bench.says(stranger);
         assert_eq!(bench.num_pairs(), 0, "{field}");
-        let found = mismatch(&bench.fleet.workers[1], &bench.fleet.workers[0]).unwrap();
+        let found = links::mismatch(&bench.fleet.workers[1], &bench.fleet.workers[0]).unwrap();
         assert!(found.starts_with(&format!("{field}: ")), "{found}");
     }
 }
@@ -160,6 +160,34 @@ fn a_pair_is_used_once_its_link_is_open() {
     bench.fleet.on_linked(order.pair);
     assert_eq!(bench.num_pairs(), 0, "an answer that comes too late");
     assert_eq!(bench.fleet.to_link().len(), 1);
+}
+
+#[test]
+fn why_no_pair_serves_is_said() {
+    let mut bench = Bench { fleet: Fleet::new(4, true) };
+    let says = |bench: &mut Bench, report: WorkerReport| {
+        let address = Address::new(&*report.description.peer.worker.0, 1);
+        bench.fleet.on_report(report.description.role, &address, &(), report).unwrap();
+    };
+    assert_eq!(bench.fleet.why_no_pair(), "no prefill worker answers; no decode worker answers");
+    says(&mut bench, report(Role::Prefill, "p", 1));
+    says(&mut bench, WorkerReport { state: WorkerState::Loading, ..report(Role::Decode, "d", 1) });
+    let [p, d] = [("p", 1), ("d", 1)].map(|(worker, life)| report(Role::Decode, worker, life).description.peer);
+    assert_eq!(bench.fleet.why_no_pair(), format!("no decode worker is ready: {d} is loading"));
+    says(&mut bench, report(Role::Decode, "d", 1));
+    let is_being_opened = format!("the way for kv between {p} and {d} is being opened");
+    assert_eq!(bench.fleet.why_no_pair(), is_being_opened);
+    let [order] = &bench.fleet.to_link()[..] else { panic!("one pair is ready") };
+    assert_eq!(bench.fleet.why_no_pair(), is_being_opened);
+    bench.fleet.on_link_failed(order.pair, "too slow".into());
+    assert_eq!(bench.fleet.why_no_pair(), format!("no way for kv between {p} and {d}: too slow"));
+    bench.fleet.on_linked(order.pair);
+    assert_eq!(bench.fleet.why_no_pair(), "");
+    let mut stranger = report(Role::Decode, "d", 2);
+    stranger.description.numerics = "bf16".into();
+    says(&mut bench, stranger);
+    let d = report(Role::Decode, "d", 2).description.peer;
+    assert_eq!(bench.fleet.why_no_pair(), format!("{p} and {d} do not fit each other: numerics: f32 and bf16"));
 }
 
 #[test]

@@ -154,7 +154,9 @@ async fn workers_without_a_way_for_kv_are_no_pair_until_there_is_one() {
     // Several tries fit into this.
     tokio::time::sleep(Duration::from_millis(400)).await;
     assert_eq!(stand.num_pairs().await, 0);
-    assert_eq!(stand.fetch("/health/ready").await.0, 503);
+    let (status, body) = stand.fetch("/health/ready").await;
+    assert_eq!(status, 503);
+    assert!(body.contains("no way for kv between prefill-0@"), "{body}");
     let status = stand.generate(request(&[1], 5)).await.err().unwrap();
     assert_eq!(wire::status::reason(&status).as_deref(), Some("NO_PAIR"), "{status:?}");
     stand.prefills[0].script.unlinked.store(false, Ordering::SeqCst);

@@ -169,7 +169,8 @@ impl Config {
         };
         let most = group_sequences.saturating_mul(longest);
         let gpu_memory_share = self.gpu_memory_share;
-        let wanted = PagesWanted { longest, most, on_cpu: longest.max(most / 4), gpu_memory_share };
+        let wanted =
+            PagesWanted { longest, most, on_cpu: longest.max(most / 4), full_per_kept_window: None, gpu_memory_share };
         model.settle(&mut engine, self.full_pages, wanted)?;
         scheduler.full_pages = engine.full_pages;
         // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.

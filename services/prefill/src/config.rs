@@ -46,9 +46,10 @@ pub struct Config {
     /// Prompts that hold pages: one computes, the transfers of the others are ending.
     pub max_prompts: u32,
     /// Pages for layers of full attention; by default as many as two prompts of the longest kind hold, and on a GPU as many as there is
-    /// room for, up to those of `max_prompts`.
+    /// room for; without `prefix_reuse` up to those of `max_prompts`.
     pub full_pages: Option<u32>,
-    /// Pages for layers of sliding-window attention; by default as many as `max_prompts` hold.
+    /// Pages for layers of sliding-window attention; by default as many as `max_prompts` hold, and with `prefix_reuse` one for each ten of
+    /// `full_pages` that the longest prompt leaves.
     pub window_pages: Option<u32>,
     /// Share of each GPU's memory that a rank may take: where `full_pages` is not given, what weights and steps leave of it becomes pages.
     /// Workers on one GPU must share it. Without meaning on the CPU.
@@ -117,6 +118,10 @@ impl Validate for Config {
     }
 }
 
+/// Full pages for each window page of prompts that are kept. A place to resume at takes a window's pages, 2 of 64 positions: with this, a place
+/// for every 20 pages of a prompt, which is a turn of 1,280 tokens.
+const FULL_PER_KEPT_WINDOW: u32 = 10;
+
 /// What follows from a config and a model.
 pub(crate) struct Sizes {
     pub(crate) engine: EngineConfig,
@@ -134,7 +139,6 @@ impl Config {
             chunk_tokens: self.chunk_tokens,
             full_pages: 0,
             window_pages: 0,
-            lookahead: false,
             prefix_reuse: self.prefix_reuse,
             remembered_tickets: 4 * self.max_queued + 1_024,
         };
@@ -154,13 +158,16 @@ impl Config {
             max_step_tokens: self.chunk_tokens,
             max_context_tokens: self.max_context_tokens,
         };
-        let most = self.max_prompts.max(2).saturating_mul(longest);
-        let gpu_memory_share = self.gpu_memory_share;
-        let wanted = PagesWanted { longest, most, on_cpu: 2 * longest, gpu_memory_share };
+        let held = self.max_prompts.max(2).saturating_mul(longest);
+        let wanted = PagesWanted {
+            longest,
+            most: if self.prefix_reuse { u32::MAX } else { held },
+            on_cpu: 2 * longest,
+            full_per_kept_window: (self.prefix_reuse && self.window_pages.is_none()).then_some(FULL_PER_KEPT_WINDOW),
+            gpu_memory_share: self.gpu_memory_share,
+        };
         model.settle(&mut engine, self.full_pages, wanted)?;
-        scheduler.full_pages = engine.full_pages;
-        // The CPU engine computes in `launch`: nothing is gained by planning ahead of it.
-        scheduler.lookahead = engine.backend == Backend::Cuda;
+        (scheduler.full_pages, scheduler.window_pages) = (engine.full_pages, engine.window_pages);
         Ok(Sizes { engine, scheduler })
     }
 

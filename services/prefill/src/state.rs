@@ -351,7 +351,7 @@ impl PrefillState {
             self.pending = self.scheduler.plan().map(|step| Pending::new(step, self.chunk_tokens, page_tokens));
         }
         if let Some(mut pending) = self.pending.take() {
-            if self.is_ready(&mut pending)? {
+            if self.is_ready(&mut pending, clock.now())? {
                 self.launch(clock.now(), pending)?;
             } else {
                 self.pending = Some(pending);
@@ -374,13 +374,16 @@ impl PrefillState {
     }
 
     /// Sends what was cached, which need not wait for the step, and tells whether the chunk itself has room too.
-    fn is_ready(&mut self, pending: &mut Pending) -> Result<bool, StepLoopFailure> {
+    fn is_ready(&mut self, pending: &mut Pending, now: Instant) -> Result<bool, StepLoopFailure> {
         while let Some(positions) = pending.cached.front().cloned() {
             if !self.has_room(pending, &positions) {
                 return Ok(false);
             }
             pending.cached.pop_front();
             pending.room = Room::Unasked;
+            if let Some(job) = self.jobs.get_mut(&pending.step.ticket) {
+                job.started_at.get_or_insert(now);
+            }
             if let Some(span) = self.span(&pending.step, &pending.tables, positions) {
                 self.engine.read_kv(Arc::new(move |rank: u32, kv: &dyn KvReader| span.send_all(rank, kv)))?;
             }

@@ -9,7 +9,7 @@
 //! it comes for the second time, and is found from the third on).
 //!
 //! The cache has no size of its own. What it holds are pages that would be free otherwise: when pages are wanted, it lets go of those that were
-//! used least recently and that no sequence reads. Time is a count of uses.
+//! used least recently and that no sequence reads; of boundaries first of those that a conversation has left behind. Time is a count of uses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -78,7 +78,18 @@ struct Node {
     /// Of a boundary: the window pages of [`PageShape::context_pages`] at its end.
     window: Option<Vec<CachedPage>>,
     children: Children,
-    /// When it was used last.
+    /// When its page was used last.
+    used: u64,
+    /// Of a boundary.
+    worth: Worth,
+}
+
+/// How much a boundary is worth keeping; the least goes first. Where a conversation went on, its new end takes the place of the old one, which
+/// only a branch would need: otherwise one that goes on would outlast, turn by turn, the only boundaries of others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Worth {
+    is_end_or_branch: bool,
+    /// When it was kept, or a sequence resumed there.
     used: u64,
 }
 
@@ -92,8 +103,7 @@ pub struct PrefixCache {
     next_node: u64,
     /// Nodes without children, by their last use.
     leaves: BTreeSet<(u64, NodeId)>,
-    /// Boundaries, by their last use.
-    boundaries: BTreeSet<(u64, NodeId)>,
+    boundaries: BTreeSet<(Worth, NodeId)>,
     uses: u64,
     counts: PrefixCounts,
 }
@@ -124,10 +134,12 @@ impl PrefixCache {
         let context_tokens = context.tokens.len() as u32;
         let path = self.walk(context, self.last_page_end(context_tokens));
         self.touch(&path);
-        let hit = path.iter().rposition(|id| self.nodes[id].window.is_some()).map(|last| &path[..=last]);
-        let hit = hit.filter(|hit| self.fits(hit, &demand(context_tokens - self.tokens(hit))));
+        let hit = self.last_boundary(&path).filter(|hit| self.fits(hit, &demand(context_tokens - self.tokens(hit))));
         let reused_tokens = hit.map_or(0, |hit| self.tokens(hit));
         let boundaries = self.wanted(context, &path, reused_tokens);
+        if let Some(end) = hit.and_then(|hit| hit.last().copied()) {
+            self.resume_at(end, !boundaries.is_empty());
+        }
         // From here on these pages are read, so they are not let go of for the others.
         let full: Vec<_> = hit.into_iter().flatten().map(|id| self.nodes[id].page.read()).collect();
         let window = hit.and_then(|hit| self.nodes[hit.last()?].window.as_ref()).into_iter().flatten();
@@ -137,6 +149,13 @@ impl PrefixCache {
         self.counts.looked_up_tokens += u64::from(context_tokens);
         self.counts.reused_tokens += u64::from(reused_tokens);
         Ok(Start { pages, reused_tokens, boundaries })
+    }
+
+    /// Tokens that a sequence would reuse if it began now.
+    #[must_use]
+    pub fn cached_tokens(&self, context: Context<'_>) -> u32 {
+        let path = self.walk(context, self.last_page_end(context.tokens.len() as u32));
+        self.last_boundary(&path).map_or(0, |hit| self.tokens(hit))
     }
 
     /// Takes in the whole pages of the first `computed` positions of a context, whose steps are complete. Where the cache has a page already,
@@ -164,17 +183,15 @@ impl PrefixCache {
             let Ok(spare) = self.pools.group(PageGroup::Window).reserve(lent) else { return };
             pages.add_window_spare(spare);
         }
+        let worth = Worth { is_end_or_branch: true, used: self.uses };
         let node = self.node(id);
-        node.window = Some(window);
-        let used = node.used;
-        self.boundaries.insert((used, id));
+        (node.window, node.worth) = (Some(window), worth);
+        self.boundaries.insert((worth, id));
         self.counts.boundaries += 1;
     }
 
     /// Lets go of everything, since something of it may be damaged. Who reads a page goes on reading it.
     pub fn clear(&mut self) {
-        self.counts.evicted_full += self.nodes.len() as u64;
-        self.counts.evicted_boundaries += self.boundaries.len() as u64;
         self.roots.clear();
         self.nodes.clear();
         self.leaves.clear();
@@ -192,7 +209,7 @@ impl PrefixCache {
     pub fn num_pages(&self, group: PageGroup) -> u32 {
         match group {
             PageGroup::Full => self.nodes.len() as u32,
-            PageGroup::Window => self.window_pages(|_| true),
+            PageGroup::Window => self.window_pages(),
         }
     }
 
@@ -233,18 +250,31 @@ impl PrefixCache {
         nodes.collect()
     }
 
+    /// A path up to its last boundary, if it has one.
+    fn last_boundary<'a>(&self, path: &'a [NodeId]) -> Option<&'a [NodeId]> {
+        path.iter().rposition(|id| self.nodes[id].window.is_some()).map(|last| &path[..=last])
+    }
+
     /// A path is used now, all of it.
     fn touch(&mut self, path: &[NodeId]) {
         self.uses += 1;
         let used = self.uses;
         for id in path {
             let before = std::mem::replace(&mut self.node(*id).used, used);
-            for by_use in [&mut self.leaves, &mut self.boundaries] {
-                if by_use.remove(&(before, *id)) {
-                    by_use.insert((used, *id));
-                }
+            if self.leaves.remove(&(before, *id)) {
+                self.leaves.insert((used, *id));
             }
         }
+    }
+
+    /// A sequence resumes at this boundary now, and leaves one further on or does not.
+    fn resume_at(&mut self, id: NodeId, goes_on: bool) {
+        let used = self.uses;
+        let node = self.node(id);
+        let worth = Worth { is_end_or_branch: node.children.len() > 1 || !goes_on, used };
+        let before = std::mem::replace(&mut node.worth, worth);
+        self.boundaries.remove(&(before, id));
+        self.boundaries.insert((worth, id));
     }
 
     /// Where a context that reuses `reused_tokens` of a path should leave boundaries.
@@ -280,7 +310,8 @@ impl PrefixCache {
                 replaced
             }
         };
-        self.nodes.insert(id, Node { parent, tokens, page, window: None, children: Children::new(), used });
+        let worth = Worth { is_end_or_branch: false, used };
+        self.nodes.insert(id, Node { parent, tokens, page, window: None, children: Children::new(), used, worth });
         self.leaves.insert((used, id));
         id
     }
@@ -302,7 +333,7 @@ impl PrefixCache {
 
     fn has_room(&self, group: PageGroup, num_pages: u32) -> bool {
         let free = self.free(group);
-        free >= num_pages || free + self.evictable(group) >= num_pages
+        free >= num_pages || self.can_evict(group, (num_pages - free) as usize)
     }
 
     /// Lets go of pages until `num_pages` are free, or of none if that many never would be.
@@ -312,34 +343,44 @@ impl PrefixCache {
         }
     }
 
-    /// Pages that would be free if everything unread were let go of.
-    fn evictable(&self, group: PageGroup) -> u32 {
+    /// Whether so many pages would be free if everything unread were let go of. Looks at no more of the cache than that takes.
+    fn can_evict(&self, group: PageGroup, num_pages: usize) -> bool {
         match group {
-            PageGroup::Full => {
-                let mut needed = BTreeSet::new();
-                for (id, _) in self.nodes.iter().filter(|(_, node)| node.page.is_read()) {
-                    let mut next = Some(*id);
-                    while let Some(id) = next.filter(|id| needed.insert(*id)) {
-                        next = match self.nodes[&id].parent {
-                            Parent::Root(_) => None,
-                            Parent::Node(parent) => Some(parent),
-                        };
-                    }
-                }
-                (self.nodes.len() - needed.len()) as u32
+            PageGroup::Full => self.unread_from_leaves().take(num_pages).count() == num_pages,
+            PageGroup::Window => {
+                let windows = self.boundaries.iter().filter_map(|(_, id)| self.nodes[id].window.as_ref());
+                let mut unread = windows.flatten().filter(|page| !page.is_read()).map(CachedPage::id);
+                let mut distinct = BTreeSet::new();
+                while distinct.len() < num_pages && unread.next().map(|id| distinct.insert(id)).is_some() {}
+                distinct.len() == num_pages
             }
-            PageGroup::Window => self.window_pages(|page| !page.is_read()),
         }
     }
 
-    /// Window pages of all boundaries, each counted once.
-    fn window_pages(&self, which: impl Fn(&CachedPage) -> bool) -> u32 {
-        let windows = self.boundaries.iter().filter_map(|(_, id)| self.nodes[id].window.as_ref());
-        let pages = windows.flatten().filter(|page| which(page)).map(CachedPage::id);
-        pages.collect::<BTreeSet<PageId>>().len() as u32
+    /// Nodes that could go one after the other: leaves that nobody reads, and who would be one when all its children are gone.
+    fn unread_from_leaves(&self) -> impl Iterator<Item = NodeId> {
+        let mut leaves = self.leaves.iter().map(|(_, id)| *id);
+        let mut children_gone = BTreeMap::<NodeId, usize>::new();
+        let mut bare = None;
+        let is_unread = |id: &NodeId| !self.nodes[id].page.is_read();
+        std::iter::from_fn(move || {
+            let id = bare.take().or_else(|| leaves.find(is_unread))?;
+            if let Parent::Node(parent) = self.nodes[&id].parent {
+                let gone = children_gone.entry(parent).or_default();
+                *gone += 1;
+                bare = Some(parent).filter(|parent| *gone == self.nodes[parent].children.len() && is_unread(parent));
+            }
+            Some(id)
+        })
     }
 
-    /// Lets go of what was used least recently: a leaf nobody reads, or a boundary with a page that nobody reads. Whether there was one.
+    /// Window pages of all boundaries, each counted once.
+    fn window_pages(&self) -> u32 {
+        let windows = self.boundaries.iter().filter_map(|(_, id)| self.nodes[id].window.as_ref());
+        windows.flatten().map(CachedPage::id).collect::<BTreeSet<PageId>>().len() as u32
+    }
+
+    /// Lets go of the leaf that was used least recently and that nobody reads, or of the boundary worth least with a page that nobody reads. Whether there was one.
     fn evict(&mut self, group: PageGroup) -> bool {
         match group {
             PageGroup::Full => {
@@ -360,14 +401,13 @@ impl PrefixCache {
     fn remove_boundary(&mut self, id: NodeId) {
         let node = self.node(id);
         node.window = None;
-        let used = node.used;
-        self.boundaries.remove(&(used, id));
+        let worth = node.worth;
+        self.boundaries.remove(&(worth, id));
     }
 
     fn remove_leaf(&mut self, id: NodeId) {
         if self.nodes[&id].window.is_some() {
             self.remove_boundary(id);
-            self.counts.evicted_boundaries += 1;
         }
         let Node { parent, tokens, used, .. } = self.nodes.remove(&id).expect("the leaf was just looked at");
         self.leaves.remove(&(used, id));
@@ -392,7 +432,7 @@ impl PrefixCache {
     }
 }
 
-/// The least recently used one of some kind.
-fn first(by_use: &BTreeSet<(u64, NodeId)>, which: impl Fn(NodeId) -> bool) -> Option<NodeId> {
-    by_use.iter().map(|(_, id)| *id).find(|id| which(*id))
+/// The first one of some kind.
+fn first<K>(in_order: &BTreeSet<(K, NodeId)>, which: impl Fn(NodeId) -> bool) -> Option<NodeId> {
+    in_order.iter().map(|(_, id)| *id).find(|id| which(*id))
 }

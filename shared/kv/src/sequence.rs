@@ -382,6 +382,11 @@ impl SequencePages {
         Some(self.window.complete(pages))
     }
 
+    /// The sequence grows no more: what it set aside of the window's pages and has not used is free for others.
+    pub fn release_window_spare(&mut self) {
+        drop(self.window.spare.take_first(self.window.spare.len()));
+    }
+
     /// More room for pages of the window, in the place of some that others keep.
     pub(crate) fn add_window_spare(&mut self, pages: Pages<Reserved>) {
         self.window.spare.append(pages);

@@ -37,8 +37,18 @@ pub struct PagesWanted {
     pub most: u32,
     /// On the CPU, where memory is what the machine has.
     pub on_cpu: u32,
+    /// Of those that `longest` leaves, for how many there is one more window page than `EngineConfig::window_pages`: for prompts that are kept,
+    /// to resume them. `None`: nothing is kept.
+    pub full_per_kept_window: Option<u32>,
     /// Share of each GPU's memory that a rank may take, weights counted in.
     pub gpu_memory_share: f64,
+}
+
+impl PagesWanted {
+    /// Window pages for what is kept beside one sequence of the longest kind.
+    fn kept_window_pages(&self, full_pages: u32) -> u32 {
+        self.full_per_kept_window.map_or(0, |full| full_pages.saturating_sub(self.longest) / full)
+    }
 }
 
 /// Where the weights will come from.
@@ -134,8 +144,8 @@ impl OpenModel {
         Ok(PageShape { page_tokens, window: self.config().window as u32 })
     }
 
-    /// Decides what `config` leaves open: its backend, of which `Auto` is none, and its full pages, `full_pages` or else what `sizing` comes to.
-    /// Looks for a GPU unless the answer is plain.
+    /// Decides what `config` leaves open: its backend, of which `Auto` is none, its full pages, `full_pages` or else what `sizing` comes to, and
+    /// window pages for what is kept. Looks for a GPU unless the answer is plain.
     ///
     /// # Errors
     /// As [`Backend::choose`]; `Config` for random weights on the CPU, which has none, and when not even one sequence of the longest kind
@@ -151,6 +161,8 @@ impl OpenModel {
             Some(pages) => pages,
             None => self.full_pages(config, sizing)?,
         };
+        config.window_pages += sizing.kept_window_pages(config.full_pages);
+        tracing::info!(role = %config.role, full_pages = config.full_pages, window_pages = config.window_pages, "kv cache is sized");
         Ok(())
     }
 
@@ -184,13 +196,14 @@ impl OpenModel {
 
     /// On a GPU as many as fit into the share of its memory, up to `most`.
     fn full_pages(&self, config: &EngineConfig, sizing: PagesWanted) -> Result<u32, WorkerError> {
-        let PagesWanted { longest, most, on_cpu, gpu_memory_share: share } = sizing;
+        let PagesWanted { longest, most, on_cpu, gpu_memory_share: share, .. } = sizing;
         if config.backend != Backend::Cuda {
             return Ok(on_cpu);
         }
         let needs = MemoryNeeds::of(self.config(), &self.cuda_options(config))?;
         let total = cuda::gpu_memory_bytes(0)?;
-        let fit = needs.full_pages_within((total as f64 * share) as u64, config.window_pages);
+        let bytes = (total as f64 * share) as u64;
+        let fit = needs.full_pages_within(bytes, config.window_pages);
         if fit < u64::from(longest) {
             let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
             return Err(WorkerError::Config(format!(
@@ -201,9 +214,9 @@ impl OpenModel {
                 gib(needs.fixed_bytes),
             )));
         }
-        let taken = fit.min(most.into()) as u32;
-        tracing::info!(role = %config.role, full_pages = taken, window_pages = config.window_pages, "kv cache is sized");
-        Ok(taken)
+        let fit = fit.min(most.into()) as u32;
+        let beside_kept = needs.full_pages_within(bytes, config.window_pages + sizing.kept_window_pages(fit));
+        Ok(beside_kept.min(fit.into()) as u32)
     }
 
     /// Reads or makes the weights and starts the ranks. Blocks, for minutes with a large model; `status` is told how far it has come.

@@ -28,7 +28,6 @@ impl Rig {
             chunk_tokens,
             full_pages: FULL_PAGES,
             window_pages: WINDOW_PAGES,
-            lookahead: false,
             prefix_reuse,
             remembered_tickets: 1,
         };

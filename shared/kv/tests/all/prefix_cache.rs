@@ -223,6 +223,39 @@ fn the_least_recently_used_makes_room() {
 }
 
 #[test]
+fn a_conversation_that_goes_on_does_not_keep_the_boundaries_of_its_past() {
+    // A boundary of 8 pages of another prompt, and room for those of two turns beside the 10 that a turn sets aside.
+    let mut rig = Rig::new(200, 8 + 2 * 8 + 10);
+    let turns = tokens(0, 1000);
+    assert_eq!(rig.run("", &tokens(1, 150)), 0);
+    let reused: Vec<u32> = [300, 460, 620, 780].into_iter().map(|len| rig.run("", &turns[..len])).collect();
+    assert_eq!(reused, [0, 288, 448, 608]);
+    assert!(rig.cache.counts().evicted_boundaries > 0);
+    assert_eq!(rig.run("", &tokens(1, 150)), 144, "its only one, and older than all of theirs");
+    assert_eq!(rig.run("", &turns[..780]), 768, "the end of the conversation");
+    rig.check_idle();
+}
+
+#[test]
+fn what_a_branch_without_readers_frees_is_known() {
+    // A trunk of 9 pages, branches of 5 and 3 behind it, of which one is read.
+    let mut rig = Rig::new(30, 200);
+    let trunk = tokens(0, 144);
+    let branch = |kind: u32, len: u32| join(&[&trunk, &tokens(1000 * kind, len)]);
+    rig.run("", &branch(1, 90));
+    rig.run("", &branch(2, 60));
+    let reader = rig.begin(salt(""), &branch(2, 60), 64).unwrap();
+    let free = rig.pools.group(PageGroup::Full).counts().free;
+    let most = free + 5;
+    let refused = rig.begin(salt("x"), &tokens(3, (most + 1) * 16), 64).err().unwrap();
+    assert_eq!((refused.needed, rig.cache.counts().evicted_full), (most + 1, 0));
+    drop(rig.begin(salt("x"), &tokens(3, most * 16), 64).unwrap());
+    assert_eq!(rig.cache.counts().evicted_full, 5);
+    drop(reader);
+    rig.check_idle();
+}
+
+#[test]
 fn what_is_read_stays() {
     let mut rig = Rig::new(30, 60);
     rig.run("", &tokens(1, 150));

@@ -19,8 +19,6 @@ pub struct PrefillConfig {
     pub full_pages: u32,
     /// Pages of the window group; [`PrefillConfig::window_pages_per_prompt`] for each prompt of the longest kind.
     pub window_pages: u32,
-    /// Plan a chunk while the one before it runs.
-    pub lookahead: bool,
     /// Keep pages of prompts for prompts that begin alike.
     pub prefix_reuse: bool,
     /// Ended tickets whose outcome is remembered.

@@ -1,6 +1,5 @@
 //! One prompt that holds a slot and pages.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -48,8 +47,8 @@ pub(super) struct Prompt {
     reused: u32,
     /// Positions planned so far, those that were cached counted in.
     planned: u32,
-    /// Where the chunks end that are planned and not complete, oldest first.
-    in_flight: VecDeque<u32>,
+    /// Where the chunk ends that is planned and not complete.
+    in_flight: Option<u32>,
     /// Page ends behind what is computed where others may want to go on, ascending.
     boundaries: Vec<u32>,
     publish_kv: bool,
@@ -72,7 +71,7 @@ impl Prompt {
             pages,
             reused: reused_tokens,
             planned: reused_tokens,
-            in_flight: VecDeque::new(),
+            in_flight: None,
             boundaries,
             publish_kv,
         }
@@ -88,7 +87,7 @@ impl Prompt {
 
     /// Whether the steps that are complete have computed the whole context.
     pub(super) fn is_computed(&self) -> bool {
-        self.tokens_left() == 0 && self.in_flight.is_empty()
+        self.tokens_left() == 0 && self.in_flight.is_none()
     }
 
     /// Whether a plan has bound the slot.
@@ -101,14 +100,9 @@ impl Prompt {
         self.reused.min(self.spec.prompt.len() as u32)
     }
 
-    /// Whether the next chunk must wait for the one before it: that passes a boundary, and the next takes pages of its window away.
-    pub(super) fn awaits_boundary(&self) -> bool {
-        self.boundaries.first().is_some_and(|at| *at < self.planned)
-    }
-
-    /// The oldest chunk is computed; yields where it ends.
+    /// The chunk in flight is computed; yields where it ends.
     pub(super) fn chunk_done(&mut self) -> u32 {
-        self.in_flight.pop_front().expect("a step of this prompt was in flight")
+        self.in_flight.take().expect("a step of this prompt was in flight")
     }
 
     /// Leaves what is computed, up to position `computed`, to prompts that begin alike. Also of a prompt that was given up: what is complete is
@@ -126,7 +120,7 @@ impl Prompt {
 
     /// Whether somebody may still read the pages, or will.
     pub(super) fn is_pinned(&self) -> bool {
-        self.progress != Progress::Ended || self.transfer == Transfer::Open || !self.in_flight.is_empty()
+        self.progress != Progress::Ended || self.transfer == Transfer::Open || self.in_flight.is_some()
     }
 
     /// Completes `plan` with the next chunk's row, which exists.
@@ -145,6 +139,9 @@ impl Prompt {
         self.pages
             .prepare(positions.clone())
             .expect("the prompt set aside the pages of its longest chunk when it began");
+        if last {
+            self.pages.release_window_spare();
+        }
         plan.pages.extend(self.pages.take_deltas().map(|delta| PageDelta {
             slot: self.slot,
             group: delta.group,
@@ -164,7 +161,7 @@ impl Prompt {
             self.transfer = Transfer::Open;
         }
         self.planned = positions.end;
-        self.in_flight.push_back(positions.end);
+        self.in_flight = Some(positions.end);
         let cached = if is_first { 0..self.reused } else { 0..0 };
         let (ticket, publish_kv, tables) = (self.ticket, self.publish_kv, self.pages.tables());
         PrefillStep { ticket, plan, cached, positions, last, publish_kv, tables, mask }

@@ -12,9 +12,9 @@ fn aborted(reason: AbortReason) -> Option<PrefillOutcome> {
 
 #[test]
 fn first_tokens_and_sent_pages_are_right_at_every_edge_of_chunk_page_and_window() {
-    for (chunk_tokens, lookahead) in [(1200, false), (64, false), (64, true), (100, true), (7, false)] {
+    for chunk_tokens in [1200, 64, 100, 7] {
         for context in CONTEXTS.into_iter().chain([63, 64, 65, 100, 101, 1198, 1199]) {
-            let mut rig = PrefillRig::new(config(1, chunk_tokens, lookahead));
+            let mut rig = PrefillRig::new(config(1, chunk_tokens));
             // The longest context leaves room for one token, so nothing is sent: see the test below.
             let context = context.min(1198);
             rig.submit(ticket(1), endless(context, context, 10)).unwrap();
@@ -29,7 +29,7 @@ fn first_tokens_and_sent_pages_are_right_at_every_edge_of_chunk_page_and_window(
 
 #[test]
 fn chunks_tile_the_context_and_only_the_last_one_samples() {
-    let mut rig = PrefillRig::new(config(1, 50, false));
+    let mut rig = PrefillRig::new(config(1, 50));
     rig.submit(ticket(1), endless(1, 120, 10)).unwrap();
     let mut chunks = Vec::new();
     while rig.plan() {
@@ -44,7 +44,7 @@ fn chunks_tile_the_context_and_only_the_last_one_samples() {
 
 #[test]
 fn a_resumed_sequence_samples_the_token_after_those_generated() {
-    let mut rig = PrefillRig::new(config(1, 16, false));
+    let mut rig = PrefillRig::new(config(1, 16));
     let mut resumed = endless(1, 20, 30);
     resumed.generated = reference(&resumed, MAX_CONTEXT).0[..13].to_vec();
     rig.submit(ticket(1), resumed).unwrap();
@@ -56,7 +56,7 @@ fn a_resumed_sequence_samples_the_token_after_those_generated() {
 #[test]
 fn a_first_token_that_surely_ends_the_sequence_opens_no_transfer() {
     for spec in [endless(1, 40, 1), endless(1, 1199, 10)] {
-        let mut rig = PrefillRig::new(config(1, 64, false));
+        let mut rig = PrefillRig::new(config(1, 64));
         rig.submit(ticket(1), spec).unwrap();
         rig.run();
         rig.check_first_token(ticket(1));
@@ -68,7 +68,7 @@ fn a_first_token_that_surely_ends_the_sequence_opens_no_transfer() {
 
 #[test]
 fn a_first_token_that_stops_aborts_the_transfer_and_pins_pages_until_it_has_ended() {
-    let mut rig = PrefillRig::new(config(1, 64, false));
+    let mut rig = PrefillRig::new(config(1, 64));
     let spec = endless(1, 100, 10);
     let first = reference(&spec, MAX_CONTEXT).0[0];
     rig.submit(ticket(1), SequenceSpec { stop_token_ids: [first].into(), ..spec }).unwrap();
@@ -83,32 +83,30 @@ fn a_first_token_that_stops_aborts_the_transfer_and_pins_pages_until_it_has_ende
 
 #[test]
 fn prompts_run_one_by_one_in_their_order() {
-    for lookahead in [false, true] {
-        let mut rig = PrefillRig::new(config(2, 32, lookahead));
-        for id in 1..=4 {
-            rig.submit(ticket(id), endless(id as u32, 100, 10)).unwrap();
-        }
-        rig.run();
-        assert_eq!(rig.began, [1, 2].map(ticket), "two sets of pages: the third waits for a transfer to end");
-        assert_eq!((rig.scheduler.counts().queued, rig.scheduler.counts().sending), (2, 2));
-        rig.deliver(ticket(2));
-        rig.run();
-        rig.deliver(ticket(1));
-        rig.run();
-        assert_eq!(rig.began, [1, 2, 3, 4].map(ticket));
-        for id in [4, 3] {
-            rig.deliver(ticket(id));
-        }
-        assert!(rig.all_free());
-        for id in 1..=4 {
-            rig.check_first_token(ticket(id));
-        }
+    let mut rig = PrefillRig::new(config(2, 32));
+    for id in 1..=4 {
+        rig.submit(ticket(id), endless(id as u32, 100, 10)).unwrap();
+    }
+    rig.run();
+    assert_eq!(rig.began, [1, 2].map(ticket), "two sets of pages: the third waits for a transfer to end");
+    assert_eq!((rig.scheduler.counts().queued, rig.scheduler.counts().sending), (2, 2));
+    rig.deliver(ticket(2));
+    rig.run();
+    rig.deliver(ticket(1));
+    rig.run();
+    assert_eq!(rig.began, [1, 2, 3, 4].map(ticket));
+    for id in [4, 3] {
+        rig.deliver(ticket(id));
+    }
+    assert!(rig.all_free());
+    for id in 1..=4 {
+        rig.check_first_token(ticket(id));
     }
 }
 
 #[test]
 fn refusals_are_typed() {
-    let mut rig = PrefillRig::new(config(1, 32, false));
+    let mut rig = PrefillRig::new(config(1, 32));
     let too_long = PrefillRefusal::TooLong { context_tokens: 1200, max_context_tokens: 1200 };
     assert_eq!(rig.submit(ticket(1), endless(1, 1200, 5)), Err(too_long));
     assert_eq!(rig.submit(ticket(1), endless(1, 0, 5)), Err(PrefillRefusal::EmptyPrompt));
@@ -131,7 +129,7 @@ fn refusals_are_typed() {
 
 #[test]
 fn cancel_in_the_queue_in_flight_and_while_sending() {
-    let mut rig = PrefillRig::new(config(2, 32, true));
+    let mut rig = PrefillRig::new(config(2, 32));
     for id in 1..=3 {
         rig.submit(ticket(id), endless(id as u32, 100, 10)).unwrap();
     }
@@ -161,7 +159,7 @@ fn cancel_in_the_queue_in_flight_and_while_sending() {
 
 #[test]
 fn a_transfer_that_fails_while_computing_stops_the_prompt() {
-    let mut rig = PrefillRig::new(config(1, 32, false));
+    let mut rig = PrefillRig::new(config(1, 32));
     rig.submit(ticket(1), endless(1, 100, 10)).unwrap();
     rig.submit(ticket(2), endless(2, 100, 10)).unwrap();
     rig.plan();
@@ -176,30 +174,28 @@ fn a_transfer_that_fails_while_computing_stops_the_prompt() {
 
 #[test]
 fn a_prompt_without_numbers_ends_and_the_next_is_computed() {
-    for lookahead in [false, true] {
-        let mut rig = PrefillRig::new(config(1, 32, lookahead));
-        rig.submit(ticket(1), endless(1, 100, 10)).unwrap();
-        rig.submit(ticket(2), endless(2, 100, 10)).unwrap();
-        rig.engine.broken.insert(types::SlotId(0));
-        while rig.outcome(ticket(1)).is_none() {
-            rig.plan();
-            rig.complete();
-        }
-        assert_eq!(rig.outcome(ticket(1)), aborted(AbortReason::NotANumber));
-        assert_eq!(rig.records[&ticket(1)].first_token, None);
-        assert!(rig.aborts.contains(&ticket(1)), "what was sent of it must not be committed");
-        rig.engine.broken.clear();
-        rig.fail_transfer(ticket(1));
-        rig.run();
-        rig.deliver(ticket(2));
-        rig.check_first_token(ticket(2));
-        assert!(rig.all_free());
+    let mut rig = PrefillRig::new(config(1, 32));
+    rig.submit(ticket(1), endless(1, 100, 10)).unwrap();
+    rig.submit(ticket(2), endless(2, 100, 10)).unwrap();
+    rig.engine.broken.insert(types::SlotId(0));
+    while rig.outcome(ticket(1)).is_none() {
+        rig.plan();
+        rig.complete();
     }
+    assert_eq!(rig.outcome(ticket(1)), aborted(AbortReason::NotANumber));
+    assert_eq!(rig.records[&ticket(1)].first_token, None);
+    assert!(rig.aborts.contains(&ticket(1)), "what was sent of it must not be committed");
+    rig.engine.broken.clear();
+    rig.fail_transfer(ticket(1));
+    rig.run();
+    rig.deliver(ticket(2));
+    rig.check_first_token(ticket(2));
+    assert!(rig.all_free());
 }
 
 #[test]
 fn three_prompts_in_succession_without_a_number_are_the_weights_fault() {
-    let mut rig = PrefillRig::new(config(3, 128, false));
+    let mut rig = PrefillRig::new(config(3, 128));
     rig.engine.broken.extend((0..3).map(types::SlotId));
     for id in 1..=3 {
         rig.submit(ticket(id), endless(id as u32, 100, 10)).unwrap();
@@ -214,7 +210,7 @@ fn three_prompts_in_succession_without_a_number_are_the_weights_fault() {
 
 #[test]
 fn deadlines_end_what_waits_and_what_computes() {
-    let mut rig = PrefillRig::new(config(1, 32, false));
+    let mut rig = PrefillRig::new(config(1, 32));
     let start = rig.now;
     rig.submit(ticket(1), endless(1, 100, 10)).unwrap();
     rig.now += Duration::from_secs(1);
@@ -235,7 +231,7 @@ fn deadlines_end_what_waits_and_what_computes() {
 
 #[test]
 fn counts_tell_how_much_waits() {
-    let mut rig = PrefillRig::new(config(1, 32, false));
+    let mut rig = PrefillRig::new(config(1, 32));
     rig.submit(ticket(1), endless(1, 100, 10)).unwrap();
     rig.submit(ticket(2), endless(2, 50, 10)).unwrap();
     assert_eq!(rig.scheduler.counts().pending_tokens, 150);
@@ -250,7 +246,7 @@ fn counts_tell_how_much_waits() {
 #[test]
 fn a_config_that_could_strand_a_prompt_is_refused() {
     let field = |change: fn(&mut scheduler::PrefillConfig)| {
-        let mut config = config(1, 32, false);
+        let mut config = config(1, 32);
         change(&mut config);
         PrefillScheduler::new(config, &layout(1)).err().map(|error| error.field)
     };

@@ -130,13 +130,12 @@ proptest! {
     #[test]
     fn any_interleaving_ends_well(
         events in prop::collection::vec(event(), 1..150),
-        lookahead in any::<bool>(),
         max_prompts in 1..4u32,
         chunk_tokens in 1..200u32,
         spare_full_pages in 0..60u32,
         spare_window_pages in 0..30u32,
     ) {
-        let mut config = config(max_prompts, chunk_tokens, lookahead);
+        let mut config = config(max_prompts, chunk_tokens);
         let shape = kv::PageShape::of(&crate::layout(2));
         config.full_pages = 75 + spare_full_pages;
         config.window_pages = config.window_pages_per_prompt(shape, 1199) + spare_window_pages;

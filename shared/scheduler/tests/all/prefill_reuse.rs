@@ -39,10 +39,10 @@ fn serve(rig: &mut PrefillRig, spec: SequenceSpec) -> (u32, Vec<std::ops::Range<
 
 #[test]
 fn bytes_and_tokens_are_right_behind_every_boundary() {
-    for (chunk_tokens, lookahead) in [(1200, false), (64, false), (64, true), (100, true), (7, true)] {
+    for chunk_tokens in [1200, 64, 100, 7] {
         for first in CONTEXTS {
             for second in [first, first + 1, first + 16, first + 70] {
-                let mut rig = PrefillRig::new(config(1, chunk_tokens, lookahead));
+                let mut rig = PrefillRig::new(config(1, chunk_tokens));
                 serve(&mut rig, prompt(first));
                 let (reused, chunks) = serve(&mut rig, prompt(second));
                 let case = format!("{first}, then {second} tokens in chunks of {chunk_tokens}");
@@ -56,8 +56,8 @@ fn bytes_and_tokens_are_right_behind_every_boundary() {
 
 #[test]
 fn a_common_beginning_is_computed_twice_and_found_by_the_third() {
-    for (chunk_tokens, lookahead) in [(1200, false), (64, true), (64, false), (30, true)] {
-        let mut rig = PrefillRig::new(config(2, chunk_tokens, lookahead));
+    for chunk_tokens in [1200, 64, 30] {
+        let mut rig = PrefillRig::new(config(2, chunk_tokens));
         let system = prompt(500).prompt;
         let reused: Vec<u32> = (0..4u32)
             .map(|user| {
@@ -74,37 +74,8 @@ fn a_common_beginning_is_computed_twice_and_found_by_the_third() {
 }
 
 #[test]
-fn a_chunk_waits_for_a_boundary_whose_window_it_would_take() {
-    let system = prompt(200).prompt;
-    let with = |user: u32| SequenceSpec {
-        prompt: system.iter().chain(&*endless(100 + user, 200, 10).prompt).copied().collect(),
-        ..endless(1, 1, 10)
-    };
-    // Chunks behind which nothing is planned: the last, and the one that passes the boundary at 192. At the end of one of 64 it is in the
-    // next one's window, all of it.
-    for (chunk_tokens, alone) in [(64, vec![400]), (50, vec![200, 400])] {
-        let mut rig = PrefillRig::new(config(1, chunk_tokens, true));
-        serve(&mut rig, with(0));
-        rig.submit(ticket(2), with(1)).unwrap();
-        let mut found = Vec::new();
-        loop {
-            while rig.plan() {}
-            if let [step] = rig.steps.make_contiguous() {
-                found.push(step.positions.end);
-            }
-            if !rig.complete() {
-                break;
-            }
-        }
-        assert_eq!(found, alone, "chunks of {chunk_tokens}");
-        rig.deliver(ticket(2));
-        assert_eq!(serve(&mut rig, with(2)).0, 192, "chunks of {chunk_tokens}");
-    }
-}
-
-#[test]
 fn salts_are_kept_apart_and_resumed_sequences_reuse_what_they_generated() {
-    let mut rig = PrefillRig::new(config(1, 64, false));
+    let mut rig = PrefillRig::new(config(1, 64));
     let salted = |salt: &[u8]| SequenceSpec { cache_salt: CacheSalt::new(salt).ok(), ..prompt(300) };
     let reused: Vec<u32> =
         [b"a", b"b", b"" as &[u8], b"a", b""].into_iter().map(|salt| serve(&mut rig, salted(salt)).0).collect();
@@ -120,11 +91,11 @@ fn salts_are_kept_apart_and_resumed_sequences_reuse_what_they_generated() {
 
 #[test]
 fn a_prompt_that_is_given_up_leaves_what_is_complete() {
-    let mut rig = PrefillRig::new(config(2, 64, true));
+    let mut rig = PrefillRig::new(config(2, 64));
     rig.submit(ticket(1), prompt(300)).unwrap();
     rig.plan();
-    rig.plan();
     rig.complete();
+    rig.plan();
     assert!(rig.cancel(ticket(1)));
     rig.fail_transfer(ticket(1));
     let counts = rig.scheduler.counts();
@@ -141,7 +112,7 @@ fn a_prompt_that_is_given_up_leaves_what_is_complete() {
 
 #[test]
 fn nothing_of_a_step_that_fails_is_kept() {
-    let mut rig = PrefillRig::new(config(1, 64, false));
+    let mut rig = PrefillRig::new(config(1, 64));
     rig.submit(ticket(1), prompt(40)).unwrap();
     rig.plan();
     let mut output = rig.engine.execute(&rig.steps[0].plan);
@@ -156,7 +127,7 @@ fn nothing_of_a_step_that_fails_is_kept() {
 
 #[test]
 fn a_prompt_without_numbers_takes_along_what_it_may_have_gone_on_from() {
-    let mut rig = PrefillRig::new(config(1, 64, false));
+    let mut rig = PrefillRig::new(config(1, 64));
     serve(&mut rig, prompt(100));
     assert_eq!(rig.scheduler.counts().full.cached, 6);
     rig.engine.broken.insert(types::SlotId(0));
@@ -175,7 +146,7 @@ fn a_prompt_without_numbers_takes_along_what_it_may_have_gone_on_from() {
 #[test]
 fn a_prompt_that_waits_for_pages_gets_those_that_are_kept() {
     // Pages for one prompt of 1,199 tokens, and what is kept of three others.
-    let mut small = config(2, 64, true);
+    let mut small = config(2, 64);
     (small.full_pages, small.window_pages) = (75, 30);
     let mut rig = PrefillRig::new(small);
     for kind in 1..=3 {
@@ -190,7 +161,7 @@ fn a_prompt_that_waits_for_pages_gets_those_that_are_kept() {
 
 #[test]
 fn without_reuse_nothing_is_kept() {
-    let mut off = config(1, 64, true);
+    let mut off = config(1, 64);
     off.prefix_reuse = false;
     let mut rig = PrefillRig::new(off);
     for _ in 0..3 {
@@ -200,4 +171,31 @@ fn without_reuse_nothing_is_kept() {
         assert_eq!(counts.reuse, kv::PrefixCounts::default());
     }
     assert_eq!(rig.outcome(ticket(3)), Some(PrefillOutcome::Sent));
+}
+
+#[test]
+fn a_prompt_that_waits_counts_what_is_not_cached_of_it() {
+    let mut rig = PrefillRig::new(config(1, 64));
+    serve(&mut rig, prompt(300));
+    rig.submit(ticket(2), prompt(300)).unwrap();
+    rig.submit(ticket(3), endless(7, 100, 10)).unwrap();
+    assert_eq!(rig.scheduler.counts().pending_tokens, (300 - 288) + 100);
+    rig.run();
+    rig.deliver(ticket(2));
+    rig.run();
+    rig.deliver(ticket(3));
+    assert_eq!(rig.scheduler.counts().pending_tokens, 0);
+}
+
+#[test]
+fn a_prompt_whose_last_chunk_is_planned_sets_no_window_pages_aside() {
+    let mut rig = PrefillRig::new(config(1, 64));
+    rig.submit(ticket(1), prompt(300)).unwrap();
+    rig.plan();
+    assert!(rig.scheduler.counts().window.reserved > 0);
+    rig.run();
+    let counts = rig.scheduler.counts();
+    assert_eq!((counts.sending, counts.window.reserved), (1, 0));
+    rig.deliver(ticket(1));
+    assert!(rig.all_free());
 }

@@ -16,7 +16,7 @@ use crate::{layout, reference};
 
 pub(crate) const MAX_CONTEXT: usize = 1200;
 
-pub(crate) fn config(max_prompts: u32, chunk_tokens: u32, lookahead: bool) -> PrefillConfig {
+pub(crate) fn config(max_prompts: u32, chunk_tokens: u32) -> PrefillConfig {
     PrefillConfig {
         max_queued: 4,
         max_prompts,
@@ -24,7 +24,6 @@ pub(crate) fn config(max_prompts: u32, chunk_tokens: u32, lookahead: bool) -> Pr
         chunk_tokens,
         full_pages: 75 * max_prompts,
         window_pages: 75 * max_prompts,
-        lookahead,
         prefix_reuse: true,
         remembered_tickets: 1000,
     }

@@ -18,7 +18,7 @@ use futures_util::future::join_all;
 use tests::monolith::Monolith;
 use tests::sim_net::SimNetwork;
 use tonic::Code;
-use types::{ParallelLayout, Sampling};
+use types::{ParallelLayout, Sampling, SplitMix64};
 use wire::pb::generate_response::Event;
 use wire::pb::inference_client::InferenceClient;
 use wire::pb::{GenerateRequest, GetModelInfoRequest};
@@ -54,16 +54,12 @@ fn cases() -> anyhow::Result<Vec<Case>> {
         .collect()
 }
 
-/// Random decisions of the scenario; not those of the services. SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
-struct Dice(u64);
+/// Random decisions of the scenario; not those of the services.
+struct Dice(SplitMix64);
 
 impl Dice {
     fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % bound
+        self.0.below(bound)
     }
 
     fn time(&mut self, within: Duration) -> Duration {
@@ -136,7 +132,7 @@ struct Tally {
 }
 
 fn run_seed(seed: u64, cases: &Arc<Vec<Case>>) -> anyhow::Result<Tally> {
-    let mut dice = Dice(seed);
+    let mut dice = Dice(SplitMix64(seed));
     let mut builder = turmoil::Builder::new();
     builder
         .rng_seed(seed)

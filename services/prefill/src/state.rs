@@ -111,7 +111,7 @@ pub struct PrefillState {
     jobs: HashMap<TicketId, Job>,
     actions: Vec<PrefillAction>,
     pending: Option<Pending>,
-    launched: VecDeque<Launched>,
+    launched: Option<Launched>,
     chunk_tokens: u32,
     status: Arc<Status>,
     metrics: WorkerMetrics,
@@ -139,7 +139,7 @@ impl PrefillState {
             jobs: HashMap::new(),
             actions: Vec::new(),
             pending: None,
-            launched: VecDeque::new(),
+            launched: None,
             chunk_tokens,
             status,
             metrics,
@@ -358,7 +358,7 @@ impl PrefillState {
             }
             self.carry_out(clock.now());
         }
-        let Some(launched) = self.launched.pop_front() else { return Ok(false) };
+        let Some(launched) = self.launched.take() else { return Ok(false) };
         let output = self.engine.collect()?;
         let now = clock.now();
         self.metrics.steps.inc();
@@ -442,7 +442,7 @@ impl PrefillState {
         }
         self.metrics.step_rows.observe(plan.rows.len() as f64);
         self.metrics.step_tokens.observe(positions.len() as f64);
-        self.launched.push_back(Launched { ticket, at: now });
+        self.launched = Some(Launched { ticket, at: now });
         self.engine.launch(Arc::new(plan))?;
         Ok(())
     }

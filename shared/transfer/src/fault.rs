@@ -11,7 +11,7 @@ use bytes::BytesMut;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use kv::KvSlice;
-use types::{DpGroup, PageId, PeerId, TicketId};
+use types::{DpGroup, PageId, PeerId, SplitMix64, TicketId};
 
 use crate::contract::{Carries, FirstToken, Part, Receipt, SendLane, SendTicket, SendTransport};
 use crate::error::{AbortReason, LossCause, TransferError};
@@ -58,23 +58,17 @@ pub struct Faulty<T> {
 
 struct Dice {
     plan: FaultPlan,
-    state: Mutex<u64>,
+    random: Mutex<SplitMix64>,
     counts: Arc<FaultCounts>,
 }
 
 impl Dice {
-    /// SplitMix64 (Steele, Lea, Flood 2014).
-    fn next(&self) -> u64 {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = *state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+    fn below(&self, bound: u64) -> u64 {
+        self.random.lock().unwrap_or_else(PoisonError::into_inner).below(bound)
     }
 
     fn strikes(&self, per_mille: u16, count: &AtomicU64) -> bool {
-        let strikes = per_mille > 0 && self.next() % 1000 < u64::from(per_mille);
+        let strikes = per_mille > 0 && self.below(1000) < u64::from(per_mille);
         if strikes {
             count.fetch_add(1, Ordering::Relaxed);
         }
@@ -84,7 +78,7 @@ impl Dice {
     async fn maybe_wait(&self) {
         if self.strikes(self.plan.delay, &self.counts.delay) {
             let longest_us = self.plan.delay_max.as_micros() as u64;
-            tokio::time::sleep(Duration::from_micros(self.next() % (longest_us + 1))).await;
+            tokio::time::sleep(Duration::from_micros(self.below(longest_us + 1))).await;
         }
     }
 }
@@ -94,7 +88,7 @@ impl<T> Faulty<T> {
     #[must_use]
     pub fn new(inner: T, plan: FaultPlan) -> Self {
         let counts = Arc::new(FaultCounts::default());
-        Self { inner, dice: Arc::new(Dice { plan, state: Mutex::new(plan.seed), counts }) }
+        Self { inner, dice: Arc::new(Dice { plan, random: Mutex::new(SplitMix64(plan.seed)), counts }) }
     }
 
     /// What has struck so far.
@@ -209,7 +203,7 @@ impl SendTicket for FaultyTicket {
         }
         if !part.bytes.is_empty() && self.dice.strikes(plan.corrupt, &counts.corrupt) {
             let mut bytes = BytesMut::from(&part.bytes[..]);
-            let bit = self.dice.next() as usize % (8 * bytes.len());
+            let bit = self.dice.below(8 * bytes.len() as u64) as usize;
             bytes[bit / 8] ^= 1 << (bit % 8);
             part.bytes = bytes.freeze();
         }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
 use serde_json::{Value, json};
+use types::SplitMix64;
 
 use crate::refusal::refusal;
 use crate::sse::EventStream;
@@ -128,17 +129,11 @@ fn seen(times: &[f64], usage: &Value) -> anyhow::Result<Seen> {
     })
 }
 
-/// Tokens that follow from the seed (SplitMix64; Steele, Lea, Flood 2014).
+/// Tokens that follow from the seed.
 fn prompt(seed: u64, len: usize, token_max: u32) -> Vec<u32> {
-    let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95);
-    let mut next = || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
-    (0..len).map(|_| FIRST_TOKEN + (next() % u64::from(token_max - FIRST_TOKEN)) as u32).collect()
+    // Seeds of neighbouring numbers lie far apart.
+    let mut random = SplitMix64(seed.wrapping_mul(0xd134_2543_de82_ef95));
+    (0..len).map(|_| FIRST_TOKEN + random.below(u64::from(token_max - FIRST_TOKEN)) as u32).collect()
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use device::{DeviceBuffer, Stream, ViewMut};
 use half::bf16;
 use kernels::KvFormat;
 use model::{E4M3, LayerParam, ModelConfig, Param};
+use types::SplitMix64;
 
 use super::weights::TensorSource;
 use crate::EngineError;
@@ -44,15 +45,15 @@ impl RandomTensors {
     /// # Errors
     /// [`EngineError::Gpu`].
     pub(crate) fn new(config: &ModelConfig, seed: u64, rank: usize, stream: &Stream) -> Result<Self, EngineError> {
-        let mut random = SplitMix(seed);
+        let mut random = SplitMix64(seed);
         let codes: Vec<u8> = (0..TABLE).map(|_| random.next() as u8).collect();
         let scales: Vec<u8> =
-            (0..TABLE).map(|_| (SCALES.start + random.next() % (SCALES.end - SCALES.start)) as u8).collect();
+            (0..TABLE).map(|_| (SCALES.start + random.below(SCALES.end - SCALES.start)) as u8).collect();
         Ok(Self {
             seed,
             part_seed: if rank == 0 { seed } else { seed ^ hash(&format!("rank {rank}")) },
             normal: BTreeMap::new(),
-            numbers: (0..TABLE.div_ceil(2)).flat_map(|_| random.normal_pair()).take(TABLE).collect(),
+            numbers: (0..TABLE.div_ceil(2)).flat_map(|_| normal_pair(&mut random)).take(TABLE).collect(),
             codes: stream.upload(&codes)?,
             scales: stream.upload(&scales)?,
             hidden: config.hidden_size,
@@ -141,10 +142,10 @@ fn spread<T: Pod>(
     seed: u64,
     mut out: ViewMut<'_, T>,
 ) -> Result<(), EngineError> {
-    let mut random = SplitMix(seed);
+    let mut random = SplitMix64(seed);
     let mut at = 0;
     while at < out.len() {
-        let from = (random.next() % (table.len() as u64 / 2)) as usize / unit * unit;
+        let from = random.below(table.len() as u64 / 2) as usize / unit * unit;
         let len = (table.len() - from).min(out.len() - at);
         stream.copy(out.reborrow().slice(at..at + len), table.slice(from..from + len))?;
         at += len;
@@ -157,28 +158,10 @@ fn hash(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014).
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Above 0 and up to 1.
-    fn uniform(&mut self) -> f64 {
-        ((self.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
-    }
-
-    /// Two independent standard normal numbers (Box and Muller).
-    fn normal_pair(&mut self) -> [f32; 2] {
-        let (radius, angle) = ((-2.0 * self.uniform().ln()).sqrt(), TAU * self.uniform());
-        [(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]
-    }
+/// Two independent standard normal numbers (Box and Muller).
+fn normal_pair(random: &mut SplitMix64) -> [f32; 2] {
+    let (radius, angle) = ((-2.0 * random.uniform().ln()).sqrt(), TAU * random.uniform());
+    [(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]
 }
 
 #[cfg(test)]
@@ -187,8 +170,8 @@ mod tests {
 
     #[test]
     fn numbers_are_standard_normal() {
-        let mut random = SplitMix(3);
-        let numbers: Vec<f64> = (0..50_000).flat_map(|_| random.normal_pair()).map(f64::from).collect();
+        let mut random = SplitMix64(3);
+        let numbers: Vec<f64> = (0..50_000).flat_map(|_| normal_pair(&mut random)).map(f64::from).collect();
         let moment = |power: i32| numbers.iter().map(|x| x.powi(power)).sum::<f64>() / numbers.len() as f64;
         // Standard errors over 100,000 numbers: 0.003, 0.0045, 0.03.
         assert!(moment(1).abs() < 0.015, "mean {}", moment(1));

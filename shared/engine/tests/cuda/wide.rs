@@ -11,7 +11,7 @@ use half::bf16;
 use model::{Checkpoint, Dtype, LayerParam, ModelConfig, Param};
 use safetensors::tensor::TensorView;
 use scheduler::plan::RowOutputKind;
-use types::{KvDtype, ParallelLayout, TokenId};
+use types::{KvDtype, ParallelLayout, SplitMix64, TokenId};
 
 use crate::driver::{self, Driver, Row, greedy};
 use crate::{ERROR_RATIO, distance, gpu_is_here, logits, options, over, spreads};
@@ -32,22 +32,13 @@ fn config_json(layers: usize, experts: usize, vocab: usize) -> serde_json::Value
     })
 }
 
-/// SplitMix64.
-struct Random(u64);
+struct Random(SplitMix64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut bytes: Vec<u8> = Vec::with_capacity(len + 8);
         while bytes.len() < len {
-            bytes.extend(self.next().to_le_bytes());
+            bytes.extend(self.0.next().to_le_bytes());
         }
         bytes.truncate(len);
         bytes
@@ -55,7 +46,7 @@ impl Random {
 
     /// Uniform with standard deviation 1.
     fn spread(&mut self) -> f32 {
-        ((self.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 12.0_f32.sqrt()
+        ((self.0.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 12.0_f32.sqrt()
     }
 }
 
@@ -88,7 +79,7 @@ fn write_checkpoint(dir: &Path, config: &serde_json::Value) -> Checkpoint {
     std::fs::write(&config_path, config.to_string()).unwrap();
     std::fs::write(dir.join("generation_config.json"), r#"{"eos_token_id": 4095}"#).unwrap();
     let config = ModelConfig::from_json(&config.to_string(), &config_path).unwrap();
-    let mut random = Random(5);
+    let mut random = Random(SplitMix64(5));
     let tensors: Vec<(String, Vec<usize>, Dtype, Vec<u8>)> = Param::all(&config)
         .map(|param| {
             (param.to_string(), param.shape(&config), param.dtype(&config), tensor(param, &config, &mut random))

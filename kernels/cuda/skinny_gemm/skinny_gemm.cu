@@ -268,9 +268,9 @@ SKINNY_GEMM(skinny_fp8_n16_f32, Fp8, 2, F32)
 SKINNY_GEMM(skinny_fp8_n8_swiglu, Fp8, 1, SWIGLU)
 SKINNY_GEMM(skinny_fp8_n16_swiglu, Fp8, 2, SWIGLU)
 
-#define SKINNY_STREAMS(name, epilogue)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 1) name(const __grid_constant__ SkinnyArgs args) {    \
-        skinny_streams<Epilogue::epilogue>(args);                                                                      \
+#define SKINNY_STREAMS(name, epilogue)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(streams::THREADS, 1) name(const __grid_constant__ SkinnyArgs args) {    \
+        streams::run<Epilogue::epilogue>(args);                                                                          \
     }
 SKINNY_STREAMS(skinny_mxfp4_streams, BF16)
 SKINNY_STREAMS(skinny_mxfp4_streams_swiglu, SWIGLU)

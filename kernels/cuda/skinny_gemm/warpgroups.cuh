@@ -18,17 +18,17 @@
 #include "../ptx/wgmma.cuh"
 #include "work.cuh"
 
-namespace skinny {
+namespace skinny::streams {
 
 constexpr int WARPGROUPS = CONSUMERS / 4;
-constexpr int STREAM_THREADS = (CONSUMERS + WARPGROUPS) * 32;
+constexpr int THREADS = (CONSUMERS + WARPGROUPS) * 32;
 constexpr int MAX_COLUMNS = 24;
 constexpr int CHUNK_TILES = 3;
 constexpr int STAGE_BYTES = CHUNK_TILES * GROUP * packed::Mxfp4::TILE_BYTES;
-constexpr int STREAM_STAGES = 8;  // at most
+constexpr int MAX_STAGES = 8;
 
-struct StreamBarriers {
-    uint64_t full[WARPGROUPS][STREAM_STAGES], empty[WARPGROUPS][STREAM_STAGES];
+struct Barriers {
+    uint64_t full[WARPGROUPS][MAX_STAGES], empty[WARPGROUPS][MAX_STAGES];
 };
 
 // The k-tiles of all groups of all tiles of slots, in that order; blocks take equally long parts. Little is kept in registers.
@@ -62,7 +62,7 @@ struct Position {
 
 // By a thread of each producer warp.
 __device__ void produce_stream(const SkinnyArgs& args, const Line& line, int warpgroup, uint8_t* ring, int stages,
-                               StreamBarriers& barriers) {
+                               Barriers& barriers) {
     constexpr int TILE_BYTES = packed::Mxfp4::TILE_BYTES;
     uint64_t *full = barriers.full[warpgroup], *empty = barriers.empty[warpgroup];
     Position at;
@@ -185,7 +185,7 @@ __device__ void write_sums(const SkinnyArgs& args, const int4& tile, int strip, 
 // Works off this warpgroup's stream of a tile of slots, with COLUMNS of its columns.
 template <int COLUMNS, int ROOM, Epilogue E>
 __device__ void consume_stream(const SkinnyArgs& args, const Line& line, int tile_idx, const uint8_t* ring, int stages, uint32_t x,
-                               StreamBarriers& barriers, Position& at) {
+                               Barriers& barriers, Position& at) {
     using Format = packed::Mxfp4;
     constexpr uint32_t TILE_DESCRIPTOR = ROOM * 128 / 16;  // from one k-tile's columns to the next one's
     const int lane = threadIdx.x % 32, in_group = threadIdx.x / 32 % GROUP, warpgroup = threadIdx.x / 128;
@@ -261,10 +261,10 @@ __device__ void consume_stream(const SkinnyArgs& args, const Line& line, int til
 
 // Works off the block's part of the line, with room for ROOM columns of each tile of slots.
 template <int ROOM, Epilogue E>
-__device__ void run_streams(const SkinnyArgs& args, const Line& line, uint8_t* x, StreamBarriers& barriers) {
+__device__ void run_streams(const SkinnyArgs& args, const Line& line, uint8_t* x, Barriers& barriers) {
     const int warp = threadIdx.x / 32, warpgroup = warp < CONSUMERS ? warp / 4 : warp - CONSUMERS;
     const int x_bytes = args.strip_tiles * ROOM * 128;
-    const int stages = min(STREAM_STAGES, (args.shared_bytes - x_bytes) / (WARPGROUPS * STAGE_BYTES));
+    const int stages = min(MAX_STAGES, (args.shared_bytes - x_bytes) / (WARPGROUPS * STAGE_BYTES));
     uint8_t* ring = x + x_bytes + warpgroup * stages * STAGE_BYTES;
     if (warp >= CONSUMERS) {
         if (threadIdx.x % 32 == 0) produce_stream(args, line, warpgroup, ring, stages, barriers);
@@ -291,10 +291,10 @@ __device__ void run_streams(const SkinnyArgs& args, const Line& line, uint8_t* x
 }
 
 template <Epilogue E>
-__device__ void skinny_streams(const SkinnyArgs& args) {
+__device__ void run(const SkinnyArgs& args) {
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ StreamBarriers barriers;
-    if (threadIdx.x < WARPGROUPS * STREAM_STAGES) {
+    __shared__ Barriers barriers;
+    if (threadIdx.x < WARPGROUPS * MAX_STAGES) {
         ptx::mbarrier_init(&barriers.full[0][0] + threadIdx.x, 1);
         ptx::mbarrier_init(&barriers.empty[0][0] + threadIdx.x, 4);
         ptx::fence_barrier_init();
@@ -321,4 +321,4 @@ __device__ void skinny_streams(const SkinnyArgs& args) {
     }
 }
 
-}  // namespace skinny
+}  // namespace skinny::streams

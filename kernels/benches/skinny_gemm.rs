@@ -50,7 +50,8 @@ pub(crate) fn experts(bench: &mut Bench) {
         let copies = if num_experts == 32 { 4 } else { 1 };
         let gate_up: Vec<_> = (0..copies).map(|_| pack_experts(bench, num_experts, 2 * HIDDEN, true)).collect();
         let down: Vec<_> = (0..copies).map(|_| pack_experts(bench, num_experts, HIDDEN, false)).collect();
-        for (tokens, tile_slots) in [(1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (32, 16), (64, 16), (128, 16)] {
+        let few = [1, 2, 4, 8, 16, 32, 64, 128].map(|tokens| (tokens, 8));
+        for (tokens, tile_slots) in few.into_iter().chain([(64, 16), (128, 16), (64, 24), (128, 24), (256, 24)]) {
             grouped(bench, &gate_up, &down, tokens, tile_slots);
         }
         println!();

@@ -72,7 +72,7 @@ pub(crate) fn experts(bench: &mut Bench) {
         let gate_up = pack_experts(bench, num_experts, 2 * HIDDEN, true);
         let down = pack_experts(bench, num_experts, HIDDEN, false);
         let cases =
-            [(64, 32), (128, 32), (128, 64), (512, 64), (512, 128), (1024, 64), (1024, 128), (1024, 256), (8192, 256)];
+            [(128, 32), (128, 64), (256, 64), (512, 64), (512, 128), (1024, 64), (1024, 128), (1024, 256), (8192, 256)];
         for (tokens, tile_slots) in cases {
             grouped(bench, &gate_up, &down, num_experts, tokens, tile_slots);
         }

@@ -7,15 +7,18 @@ use crate::error::{Checker, KernelError, Result, int};
 use crate::pack_weights::{Format, PackedWeights, STRIP_ROWS};
 use crate::{Kernels, Routing, Workspace};
 
-/// Columns of a tile at most.
+/// Columns of a dense product at most.
 const MAX_COLUMNS: usize = 16;
-/// Strips of a group, parts into which its k is split among warps, or among warpgroups, warps of a block, most stages: constants of
-/// skinny_gemm.cu.
+/// Strips of a group, parts into which its k is split among warps, warps of a block, most stages: constants of skinny_gemm.cu.
 const GROUP: usize = 4;
 const PARTS: usize = 8;
-const WARPGROUP_PARTS: usize = 4;
 const WARPS: u32 = 18;
 const MAX_STAGES: usize = 16;
+/// Warpgroups of a block that multiply, warps of it, k-tiles of a stage, columns at most: constants of warpgroups.cuh.
+const WARPGROUPS: usize = 4;
+const STREAM_WARPS: u32 = 20;
+const CHUNK_TILES: usize = 3;
+const STREAM_COLUMNS: usize = 24;
 /// What aligning the activations of warpgroups may take.
 const ALIGNMENT: usize = 1024;
 /// Dynamic shared memory that a block can have beside its barriers.
@@ -60,7 +63,7 @@ pub struct SkinnyGemm<'a> {
 /// How a grouped product finds its rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Grouped<'a> {
-    /// Filled by [`Dispatch`](crate::Dispatch), with at most 16 slots a tile.
+    /// Filled by [`Dispatch`](crate::Dispatch), with 8 or 16 slots a tile, or 24 for MXFP4 weights.
     pub routing: &'a Routing,
     /// Whether `x` has a row a token (the first product of an expert) or a row a slot (the second).
     pub gather: bool,
@@ -92,13 +95,13 @@ kernel_args! {
         stages: i32,
         early_tiles: i32,
         tiles_room: i32,
-        padding: i32,
+        shared_bytes: i32,
     }
 }
 
 const _: () = assert!(size_of::<Args>() == 128);
 
-/// Kernels by format, epilogue and columns (8, 16).
+/// Kernels by format, epilogue and columns: 8, or more.
 #[derive(Debug)]
 pub(crate) struct Variants {
     bf16: [Kernel; 2],
@@ -120,8 +123,8 @@ impl Variants {
             bf16: pair("skinny_bf16_n8", "skinny_bf16_n16")?,
             bf16_f32: pair("skinny_bf16_n8_f32", "skinny_bf16_n16_f32")?,
             bf16_swiglu: pair("skinny_bf16_n8_swiglu", "skinny_bf16_n16_swiglu")?,
-            mxfp4: pair("skinny_mxfp4_n8", "skinny_mxfp4_n16")?,
-            mxfp4_swiglu: pair("skinny_mxfp4_n8_swiglu", "skinny_mxfp4_n16_swiglu")?,
+            mxfp4: pair("skinny_mxfp4_n8", "skinny_mxfp4_streams")?,
+            mxfp4_swiglu: pair("skinny_mxfp4_n8_swiglu", "skinny_mxfp4_streams_swiglu")?,
             fp8: pair("skinny_fp8_n8", "skinny_fp8_n16")?,
             fp8_f32: pair("skinny_fp8_n8_f32", "skinny_fp8_n16_f32")?,
             fp8_swiglu: pair("skinny_fp8_n8_swiglu", "skinny_fp8_n16_swiglu")?,
@@ -164,8 +167,7 @@ impl SkinnyGemm<'_> {
             found: 0,
         })?;
         let (blocks, groups) = (kernels.multiprocessors, weights.rows.div_ceil(STRIP_ROWS * GROUP));
-        let joins = blocks as usize * GROUP * plan.column_tiles * 32 * 4;
-        check.room("joins", joins, self.workspace.joins.len())?;
+        check.room("joins", blocks as usize * plan.joins, self.workspace.joins.len())?;
         let grouped = self.routing;
         let args = Args {
             weights: stream.input(&weights.bytes.view()),
@@ -195,13 +197,13 @@ impl SkinnyGemm<'_> {
             stages: int(plan.stages),
             early_tiles: i32::from(grouped.is_some_and(|grouped| grouped.settled)),
             tiles_room: grouped.map_or(0, |grouped| int(grouped.routing.tiles.len())),
-            padding: 0,
+            shared_bytes: int(plan.shared_bytes.saturating_sub(ALIGNMENT)),
         };
         let config =
-            LaunchConfig { shared_bytes: plan.shared_bytes as u32, ..LaunchConfig::linear(blocks, WARPS * 32) };
+            LaunchConfig { shared_bytes: plan.shared_bytes as u32, ..LaunchConfig::linear(blocks, plan.warps * 32) };
         // SAFETY: `check` proved that weights, x, bias and out cover every matrix, slot and row; slots and tiles come from a
         // dispatch into `routing`, whose buffers bound them.
-        Ok(unsafe { variants[plan.column_tiles - 1].launch(stream, config, &args) }?)
+        Ok(unsafe { variants[plan.variant].launch(stream, config, &args) }?)
     }
 
     /// Columns of the launch; `None` if there is nothing to do.
@@ -233,7 +235,9 @@ impl SkinnyGemm<'_> {
             }
             Some(Grouped { routing, gather, .. }) => {
                 check.size("experts", routing.num_experts, weights.matrices)?;
-                check.dimension("tile slots", routing.tile_slots, "8 or 16", [8, 16].contains(&routing.tile_slots))?;
+                let widest = if weights.format == Format::Mxfp4 { STREAM_COLUMNS } else { MAX_COLUMNS };
+                let tiled = [8, 16, STREAM_COLUMNS].contains(&routing.tile_slots) && routing.tile_slots <= widest;
+                check.dimension("tile slots", routing.tile_slots, "8, 16, or 24 for mxfp4 weights", tiled)?;
                 let slots = if *gather { x_rows * routing.top } else { x_rows };
                 check.room("routing", slots, routing.gather.len())?;
                 check.room("out", slots * out_rows, out_len)?;
@@ -250,8 +254,9 @@ struct Columns {
 /// How the work is cut: the one place where tile sizes are chosen.
 #[derive(Debug, PartialEq, Eq)]
 struct Plan {
-    /// Groups of 8 columns: 1 or 2.
-    column_tiles: usize,
+    /// Of the kernels of a format and an epilogue.
+    variant: usize,
+    warps: u32,
     /// k-tiles of a unit.
     unit_tiles: usize,
     /// Units of a group of strips.
@@ -260,39 +265,63 @@ struct Plan {
     x_units: usize,
     stages: usize,
     shared_bytes: usize,
+    /// f32 that a block can leave to others.
+    joins: usize,
 }
 
 impl Plan {
+    fn new(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
+        if weights.format == Format::Mxfp4 && columns.tile_columns > 8 {
+            Self::streams(weights)
+        } else {
+            Self::units(weights, columns, multiprocessors)
+        }
+    }
+
     /// One dense matrix: of large units those for which the busiest block has least to do, and a block holds activations only for the
     /// units that it can get. Waiting at barriers costs more than an even cut gains: 2880 x 5120 at one column takes 10.3 us in units
     /// of 6 tiles, of which the busiest block has 60, and 9.3 in units of 10, with 60 as well (one H200).
     ///
     /// Experts: as many k-tiles for each consumer warp at a time as leave room for stages, since how many units there are is known on
-    /// the device only. 8 tiles in place of 24 cost a third at 32 tokens of 120b, and 8 in place of 16 a sixth at 64 tokens of 20b.
-    fn new(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
+    /// the device only. 8 tiles in place of 24 cost a third at 32 tokens of 120b.
+    fn units(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
         let (tiles, format) = (weights.strip_tiles(), weights.format);
         let column_tiles = if columns.tile_columns <= 8 { 1 } else { 2 };
-        let by_warpgroups = format == Format::Mxfp4 && column_tiles > 1;
         let groups = weights.rows.div_ceil(STRIP_ROWS * GROUP);
         let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(multiprocessors);
         let dense = weights.matrices == 1 && format != Format::Mxfp4;
         let unit_tiles = match format {
             Format::Bf16 if dense => (10..=12).min_by_key(|size| longest_range(*size) * size).expect("sizes 10 to 12"),
-            Format::Mxfp4 if column_tiles == 1 => 3 * PARTS,
-            Format::Mxfp4 => 4 * WARPGROUP_PARTS,
+            Format::Mxfp4 => 3 * PARTS,
             // One tile a warp: an FP8 warp fetches one scale a unit.
             Format::Bf16 | Format::Fp8 => PARTS,
         }
         .min(tiles);
         let group_units = tiles.div_ceil(unit_tiles);
         let x_units = if dense { longest_range(unit_tiles).min(group_units) } else { group_units };
-        let (parts, x_tiles, alignment) =
-            if by_warpgroups { (WARPGROUP_PARTS, tiles, ALIGNMENT) } else { (PARTS, x_units * unit_tiles, 0) };
-        let activations = x_tiles * format.tile_k() * column_tiles * 8 * 2;
-        let sums = parts * GROUP * column_tiles * 512;
+        let activations = x_units * unit_tiles * format.tile_k() * column_tiles * 8 * 2;
+        let sums = PARTS * GROUP * column_tiles * 512;
         let stage = GROUP * unit_tiles * format.tile_bytes();
-        let stages = (SHARED_BYTES.saturating_sub(activations + sums + alignment) / stage).min(MAX_STAGES);
-        let shared_bytes = stages * stage + sums + activations + alignment;
-        Self { column_tiles, unit_tiles, group_units, x_units, stages, shared_bytes }
+        let stages = (SHARED_BYTES.saturating_sub(activations + sums) / stage).min(MAX_STAGES);
+        let shared_bytes = stages * stage + sums + activations;
+        let joins = GROUP * column_tiles * 32 * 4;
+        Self { variant: column_tiles - 1, warps: WARPS, unit_tiles, group_units, x_units, stages, shared_bytes, joins }
+    }
+
+    /// Warpgroups: each block makes the most of the memory for its own tiles, so stages are those beside the widest.
+    fn streams(weights: &PackedWeights) -> Self {
+        let activations = weights.strip_tiles() * weights.format.tile_k() * STREAM_COLUMNS * 2;
+        let stage = WARPGROUPS * CHUNK_TILES * GROUP * weights.format.tile_bytes();
+        Self {
+            variant: 1,
+            warps: STREAM_WARPS,
+            unit_tiles: 0,
+            group_units: 0,
+            x_units: 0,
+            stages: SHARED_BYTES.saturating_sub(ALIGNMENT + activations) / stage,
+            shared_bytes: SHARED_BYTES,
+            // For a block's first tile of slots, and for a later one.
+            joins: 2 * WARPGROUPS * STREAM_COLUMNS * GROUP * STRIP_ROWS,
+        }
     }
 }

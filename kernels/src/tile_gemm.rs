@@ -22,6 +22,11 @@ const fn resident(width: usize) -> usize {
     if width <= 64 { 2 } else { 1 }
 }
 
+/// Steps of a stage: `STAGE_STEPS` in tile_gemm.cu.
+const fn stage_steps(format: Format, width: usize) -> usize {
+    if matches!(format, Format::Mxfp4) && width <= 64 { 2 } else { 1 }
+}
+
 /// `out[s, r] = sum_k x[s, k] * weights[r, k] + bias[r]` with f32 sums, the bias added to them before any rounding.
 ///
 /// Dense: slots are the rows of `x`. With a [`Routing`], each slot takes its expert's matrix; `x` has a row a slot
@@ -151,10 +156,9 @@ impl TileGemm<'_> {
             found: 0,
         })?;
         let width = WIDTHS[plan.width];
-        if plan.splits > 1 {
-            check.room("partials", plan.items * plan.splits * width * 128, self.workspace.partials.len())?;
-            check.room("counters", plan.items, self.workspace.counters.len())?;
-        }
+        let parts = if plan.splits > 1 { plan.items * plan.splits } else { plan.cuts };
+        check.room("partials", parts * width * 128, self.workspace.partials.len())?;
+        check.room("counters", plan.items.min(parts).max(plan.cuts), self.workspace.counters.len())?;
         let x = stream.input(&self.x);
         // `BOX` in tile_gemm.cu: tiles of experts have any number of columns.
         let box_columns = if weights.format == Format::Mxfp4 { width / 4 } else { width };
@@ -238,6 +242,8 @@ struct Plan {
     items: usize,
     splits: usize,
     blocks: usize,
+    /// Blocks whose work may begin or end within a tile.
+    cuts: usize,
     stages: usize,
     shared_bytes: usize,
 }
@@ -267,10 +273,12 @@ impl Plan {
             (multiprocessors * resident(WIDTHS[width]) / items).min(steps / 6).max(1)
         };
         let step_bytes = weights.format.tile_bytes() * (STEP_K / weights.format.tile_k());
-        let stage = WIDTHS[width] * STEP_K * 2 + TILE_STRIPS * step_bytes;
+        let stage =
+            stage_steps(weights.format, WIDTHS[width]) * (WIDTHS[width] * STEP_K * 2 + TILE_STRIPS * step_bytes);
         let blocks = multiprocessors * resident(WIDTHS[width]);
+        let cuts = if routing.is_some() && stage_steps(weights.format, WIDTHS[width]) > 1 { blocks } else { 0 };
         let stages = ((SHARED_BYTES / resident(WIDTHS[width]) - ALIGNMENT) / stage).min(MAX_STAGES);
         let shared_bytes = stages * stage + ALIGNMENT;
-        Self { width, row_blocks, steps, items, splits, blocks, stages, shared_bytes }
+        Self { width, row_blocks, steps, items, splits, blocks, cuts, stages, shared_bytes }
     }
 }

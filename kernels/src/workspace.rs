@@ -18,11 +18,11 @@ pub struct Workspace {
 pub(crate) const PARTIALS: usize = 4 << 20;
 /// Counters: one for each tile of columns and block of rows of a split product.
 pub(crate) const COUNTERS: usize = 256 << 10;
-/// f32 that blocks of `SkinnyGemm` leave to others: a group of 4 strips and 16 columns for each of 256 multiprocessors.
-const JOINS: usize = 1 << 20;
+/// f32 that blocks of `SkinnyGemm` leave to others: 8 groups of 4 strips and 24 columns for each of 256 multiprocessors.
+const JOINS: usize = 3 << 20;
 
 impl Workspace {
-    /// 21 MB of device memory.
+    /// 30 MB of device memory.
     ///
     /// # Errors
     /// `Device` without memory.

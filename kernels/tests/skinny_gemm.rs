@@ -169,16 +169,20 @@ fn check_experts(case: &str, picks: &[i32], num_experts: usize, tile_slots: usiz
     }
     .enqueue(&gpu.kernels, &gpu.stream)
     .unwrap();
-    SkinnyGemm {
-        weights: &packed_down,
-        x: activated.view(),
-        bias: Some(device_down_bias.view()),
-        out: Output::Bf16(y.view_mut()),
-        routing: Some(Grouped { routing: &routing, gather: false, settled: true }),
-        workspace: &mut gpu.workspace,
+    let mut again = gpu.poisoned::<bf16>(slots * hidden);
+    for out in [&mut y, &mut again] {
+        SkinnyGemm {
+            weights: &packed_down,
+            x: activated.view(),
+            bias: Some(device_down_bias.view()),
+            out: Output::Bf16(out.view_mut()),
+            routing: Some(Grouped { routing: &routing, gather: false, settled: true }),
+            workspace: &mut gpu.workspace,
+        }
+        .enqueue(&gpu.kernels, &gpu.stream)
+        .unwrap();
     }
-    .enqueue(&gpu.kernels, &gpu.stream)
-    .unwrap();
+    assert_eq!(gpu.download(&y), gpu.download(&again), "{case}: the same bits every time");
 
     let slot = gpu.stream.download(routing.slot.view()).unwrap();
     let (activated, y) = (gpu.download(&activated), gpu.download(&y));
@@ -216,6 +220,7 @@ fn a_few_strips() {
     check_experts("few strips", &picks[..4], 8, 8, 192, 96);
     check_experts("few strips", &picks, 8, 8, 192, 96);
     check_experts("few strips", &picks, 8, 16, 192, 96);
+    check_experts("few strips", &[3, 1, 2, 0].repeat(30), 4, 24, 192, 96);
 }
 
 #[test]
@@ -228,6 +233,7 @@ fn experts_of_a_batch_with_empty_ones() {
     let picks: Vec<i32> = (0..12).flat_map(|token| [0, 1 + token % 3, 5, 6 + token % 2]).collect();
     check_experts("batch", &picks, 8, 8, 2880, 2880);
     check_experts("batch", &picks, 8, 16, 2880, 2880);
+    check_experts("batch", &picks, 8, 24, 2880, 2880);
 }
 
 #[test]
@@ -238,13 +244,22 @@ fn every_number_of_slots_in_a_tile() {
     let mut picks = vec![0; tokens * TOP];
     let named = counts.iter().enumerate().flat_map(|(expert, count)| vec![expert as i32; *count]);
     named.enumerate().for_each(|(i, expert)| picks[i % tokens * TOP + i / tokens] = expert);
-    check_experts("tiles of 16", &picks, 8, 16, 320, 320);
-    check_experts("tiles of 16", &picks, 8, 16, 2880, 736);
+    for tile_slots in [16, 24] {
+        check_experts("slots of a tile", &picks, 8, tile_slots, 320, 320);
+        check_experts("slots of a tile", &picks, 8, tile_slots, 2880, 736);
+    }
 }
 
 #[test]
 fn all_tokens_to_the_same_experts() {
     check_experts("same", &[3, 1, 2, 0].repeat(37), 4, 16, 320, 320);
+    check_experts("same", &[3, 1, 2, 0].repeat(37), 4, 24, 320, 320);
+}
+
+#[test]
+fn more_tiles_than_blocks() {
+    check_experts("tiles of one k-tile", &[3, 1, 2, 0].repeat(600), 4, 16, 64, 32);
+    check_experts("tiles of a few", &[3, 1, 2, 0].repeat(900), 4, 24, 192, 96);
 }
 
 #[test]
@@ -252,4 +267,5 @@ fn a_shard_whose_k_ends_within_a_tile() {
     check_experts("shard", &[3, 1, 2, 0].repeat(5), 4, 8, 320, 96);
     check_experts("shard", &[3, 1, 2, 0].repeat(2), 4, 8, 2880, 736);
     check_experts("shard", &[3, 1, 2, 0].repeat(12), 4, 16, 320, 96);
+    check_experts("shard", &[3, 1, 2, 0].repeat(20), 4, 24, 320, 96);
 }

@@ -234,6 +234,16 @@ fn experts_of_every_width() {
     }
 }
 
+/// Pieces of the line of stages: shorter than an item and longer, in an item's middle, and fewer than blocks.
+#[test]
+fn experts_whose_tiles_are_cut() {
+    for tile_slots in [32, 64] {
+        check_experts("pieces of an item", &[0, 1, 2, 3].repeat(20), 4, tile_slots, 2880, 96);
+        check_experts("pieces of many", &picks(&mut Random::new(), 900, 8), 8, tile_slots, 192, 96);
+        check_experts("one stage", &[0, 1, 2, 3].repeat(9), 4, tile_slots, 64, 32);
+    }
+}
+
 #[test]
 fn real_experts() {
     let mut random = Random::new();

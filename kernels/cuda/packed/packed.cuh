@@ -152,16 +152,19 @@ struct Mxfp4 {
 
     __device__ static __forceinline__ void scaled_fragments(const Words& words, uint32_t (&a)[4][4]) {
         const uint32_t word[4] = {words.values.x, words.values.y, words.values.z, words.values.w};
+        // s + 26 becomes the exponent s + 86 of the bf16 2^(s - 41): those of a block's rows g and g+8, in the halves of a word.
+        const uint32_t scales[BLOCKS] = {__byte_perm(words.scales, 0, 0x4140) * 128 + 60 * 0x00800080u,
+                                         __byte_perm(words.scales, 0, 0x4342) * 128 + 60 * 0x00800080u};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // i = 2 * block + (row g or g+8)
-            // s + 26 becomes the exponent s + 86 of the bf16 pair 2^(s - 41).
-            const uint32_t scale = ((words.scales >> (8 * i) & 0xff) + 60) * 0x00800080u;
             uint32_t pairs[4];
             expand_e2m1(word[i], pairs);
             const int step = i & ~1, half = i & 1;
-            a[step][half] = ptx::mul_bf16x2(pairs[0], scale), a[step][half + 2] = ptx::mul_bf16x2(pairs[1], scale);
-            a[step + 1][half] = ptx::mul_bf16x2(pairs[2], scale);
-            a[step + 1][half + 2] = ptx::mul_bf16x2(pairs[3], scale);
+            const auto scaled = [&](uint32_t pair) {
+                return half == 0 ? ptx::mul_bf16x2_by_low(pair, scales[i / 2]) : ptx::mul_bf16x2_by_high(pair, scales[i / 2]);
+            };
+            a[step][half] = scaled(pairs[0]), a[step][half + 2] = scaled(pairs[1]);
+            a[step + 1][half] = scaled(pairs[2]), a[step + 1][half + 2] = scaled(pairs[3]);
         }
     }
 };

@@ -33,9 +33,10 @@ __device__ __forceinline__ void fence_barrier_init() {
 // Orders this thread's shared-memory writes before later reads by the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) { mbarrier_arrive(shared_address(barrier)); }
 
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -43,7 +44,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
 }
 
 // Waits until the phase of parity `phase` has completed.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase) {
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t phase) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -52,10 +53,11 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase)
         "@done bra finished;\n"
         "bra again;\n"
         "finished:\n"
-        "}\n" ::"r"(shared_address(barrier)),
+        "}\n" ::"r"(barrier),
         "r"(phase)
         : "memory");
 }
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase) { mbarrier_wait(shared_address(barrier), phase); }
 
 // A barrier among `threads` threads of the block; `id` 1 to 15.
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
@@ -132,6 +134,12 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                  : "memory");
 }
 
+// 16 bytes of which the first `bytes`, 0 or 16, come from memory, and the rest is zero; by this thread, which may wait for all of its own.
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, uint32_t bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // What the driver made of a matrix for the copy engine; passed by value among the arguments, and named by its address there.
 struct alignas(128) TensorMap {
     uint8_t bytes[128];
@@ -161,6 +169,11 @@ __device__ __forceinline__ uint32_t load_acquire_device(const uint32_t* global) 
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(global) : "memory");
     return value;
+}
+
+// What this thread, or one that it has met at a barrier after a fence, wrote before is visible to who acquires this.
+__device__ __forceinline__ void store_release_device(uint32_t* global, uint32_t value) {
+    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ float4 load_relaxed(const float4* global) {
@@ -215,6 +228,9 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
     return transposed;
 }
 
+// A value that is the same in all lanes of the warp, in a form from which the compiler sees that it is.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) { return __reduce_or_sync(~0u, value); }
+
 // --- arithmetic --------------------------------------------------------------------------------------------------------
 
 // e^x = 2^(LOG2E x).
@@ -241,6 +257,24 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_flo
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     uint32_t product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// Product of both bf16 of a pair with the low one of `b`, or the high one: one instruction, as with a pair.
+__device__ __forceinline__ uint32_t mul_bf16x2_by_low(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {low, low};\n"
+        "mul.rn.bf16x2 %0, %1, both;\n}"
+        : "=r"(product)
+        : "r"(a), "r"(b));
+    return product;
+}
+__device__ __forceinline__ uint32_t mul_bf16x2_by_high(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {high, high};\n"
+        "mul.rn.bf16x2 %0, %1, both;\n}"
+        : "=r"(product)
+        : "r"(a), "r"(b));
     return product;
 }
 

@@ -7,12 +7,16 @@ namespace ptx {
 
 // Descriptor of a matrix in shared memory: rows of 128 bytes along k, swizzled by 128 bytes, groups of 8 rows 1024 bytes apart.
 // One k16 step further is +2.
+constexpr uint32_t MATRIX_DESCRIPTOR_HIGH = 64u | 1u << 30;
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t shared) {
-    return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    return static_cast<uint64_t>(MATRIX_DESCRIPTOR_HIGH) << 32 | 1u << 16 | (shared & 0x3ffff) >> 4;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last `LEFT` groups committed have been multiplied.
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 __device__ __forceinline__ void wgmma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // A warpgroup's registers a thread, against what the block was launched with.

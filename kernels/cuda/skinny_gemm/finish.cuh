@@ -53,7 +53,6 @@ __device__ void take_parts(const SkinnyArgs& args, const Range& range, int group
 
 template <class Format, int NT, Epilogue E>
 __device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip, float2 bias, const float4 (&sum)[NT]) {
-    constexpr float UNSCALE = BY_WARPGROUPS<Format, NT> ? Format::UNSCALE : 1.0f;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int64_t rows = static_cast<int64_t>(args.strips) * packed::STRIP_ROWS;
     const int2 row = packed::rows_of<E>(strip);
@@ -65,7 +64,7 @@ __device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip,
             const int column = n * 8 + 2 * t + i;
             if (column >= tile.z) continue;
             const int64_t slot = tile.y + column;
-            const float value0 = fmaf(low[i], UNSCALE, bias.x), value1 = fmaf(high[i], UNSCALE, bias.y);
+            const float value0 = low[i] + bias.x, value1 = high[i] + bias.y;
             if constexpr (E == Epilogue::SWIGLU) {
                 static_cast<__nv_bfloat16*>(args.out)[slot * (rows / 2) + strip * 8 + g] =
                     __float2bfloat16(swiglu(value0, value1));
@@ -106,7 +105,7 @@ __device__ void finish(const SkinnyArgs& args, const Range& range, const float4*
         for (int i = 0; i < GROUP * NT; ++i) {
             if (i % NT > 0 && i % NT * 8 >= tile.z) continue;  // columns that nobody has
 #pragma unroll
-            for (int part = 0; part < PARTS<Format, NT>; ++part) {
+            for (int part = 0; part < PARTS; ++part) {
                 add(sum[i / NT][i % NT], sums[(part * GROUP * NT + i) * 32 + lane]);
             }
         }

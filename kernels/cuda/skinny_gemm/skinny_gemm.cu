@@ -8,8 +8,7 @@
 // is a run of k-tiles of a group of 4 strips (64 rows), one bulk copy. Persistent blocks take contiguous, equally long parts of it.
 //
 //   warps 0..15  consumers: warp w takes strips 2 (w % 2) and 2 (w % 2) + 1 of the group and every 8th tile: an activation fragment
-//                serves two strips, whose sums are independent chains. They hand over 8 partial sums a group. For MXFP4 and more than 8
-//                columns, where unpacking takes more instructions than memory leaves time for, they work as warpgroups: warpgroups.cuh.
+//                serves two strips, whose sums are independent chains. They hand over 8 partial sums a group.
 //   warp 16      producer: keeps `stages` units in flight, independent of everything else in the block
 //   warp 17      epilogue: sums the partials in fixed order, adds bias, applies the activation, writes
 //
@@ -19,7 +18,9 @@
 //
 // The weights do not depend on the preceding kernel: the producer starts before the grid dependency is met.
 //
-// Shared memory: stages; partial sums 8 (of warpgroups 4) x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
+// MXFP4 and more than 8 columns, where unpacking takes more instructions than memory leaves time for, is warpgroups.cuh's.
+//
+// Shared memory: stages; partial sums 8 x 4 x NT x 512 bytes; activations NT x 8 x 2 bytes for each k of `x_units` units.
 //
 // What did not help: bringing the next product's weights towards the L2 cache when this one's have been fetched. A step of 20b took as long
 // at every batch (1.79 and 1.81 ms at batch 1, one H200): what products lose between them is latency, not idle memory.
@@ -153,7 +154,7 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
             const uint8_t* at = low + my_part * strips * Format::TILE_BYTES;
             int block = first_block + my_part * Format::BLOCKS;
 #pragma unroll UNROLL
-            for (int tile = my_part; tile < tiles; tile += PARTS<Format, NT>) {
+            for (int tile = my_part; tile < tiles; tile += PARTS) {
                 uint4 columns[NT][Format::BLOCKS];
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
@@ -175,8 +176,8 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
                         }
                     }
                 }
-                at += PARTS<Format, NT> * strips * Format::TILE_BYTES;
-                block += PARTS<Format, NT> * Format::BLOCKS;
+                at += PARTS * strips * Format::TILE_BYTES;
+                block += PARTS * Format::BLOCKS;
             }
         };
         if (strips == GROUP) {
@@ -214,8 +215,7 @@ __device__ void skinny_gemm(const SkinnyArgs& args) {
     __shared__ Barriers barriers;
     uint8_t* ring = shared;
     float4* sums = reinterpret_cast<float4*>(ring + args.stages * GROUP * args.unit_tiles * Format::TILE_BYTES);
-    uint8_t* x = reinterpret_cast<uint8_t*>(sums + PARTS<Format, NT> * GROUP * NT * 32);
-    if constexpr (BY_WARPGROUPS<Format, NT>) x += -ptx::shared_address(x) & 1023;
+    uint8_t* x = reinterpret_cast<uint8_t*>(sums + PARTS * GROUP * NT * 32);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; ++i) {
@@ -241,11 +241,7 @@ __device__ void skinny_gemm(const SkinnyArgs& args) {
     if (late_tiles) ptx::launch_dependents();
     const Range range(args, args.tiles ? *args.num_tiles : 1);
     if (warp < CONSUMERS) {
-        if constexpr (BY_WARPGROUPS<Format, NT>) {
-            consume_by_warpgroups<NT>(args, range, ring, x, sums, barriers);
-        } else {
-            consume<Format, NT>(args, range, ring, reinterpret_cast<uint4*>(x), sums, barriers);
-        }
+        consume<Format, NT>(args, range, ring, reinterpret_cast<uint4*>(x), sums, barriers);
     } else {
         finish<Format, NT, E>(args, range, sums, barriers);
     }
@@ -264,12 +260,17 @@ SKINNY_GEMM(skinny_bf16_n16_f32, Bf16, 2, F32)
 SKINNY_GEMM(skinny_bf16_n8_swiglu, Bf16, 1, SWIGLU)
 SKINNY_GEMM(skinny_bf16_n16_swiglu, Bf16, 2, SWIGLU)
 SKINNY_GEMM(skinny_mxfp4_n8, Mxfp4, 1, BF16)
-SKINNY_GEMM(skinny_mxfp4_n16, Mxfp4, 2, BF16)
 SKINNY_GEMM(skinny_mxfp4_n8_swiglu, Mxfp4, 1, SWIGLU)
-SKINNY_GEMM(skinny_mxfp4_n16_swiglu, Mxfp4, 2, SWIGLU)
 SKINNY_GEMM(skinny_fp8_n8, Fp8, 1, BF16)
 SKINNY_GEMM(skinny_fp8_n16, Fp8, 2, BF16)
 SKINNY_GEMM(skinny_fp8_n8_f32, Fp8, 1, F32)
 SKINNY_GEMM(skinny_fp8_n16_f32, Fp8, 2, F32)
 SKINNY_GEMM(skinny_fp8_n8_swiglu, Fp8, 1, SWIGLU)
 SKINNY_GEMM(skinny_fp8_n16_swiglu, Fp8, 2, SWIGLU)
+
+#define SKINNY_STREAMS(name, epilogue)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(streams::THREADS, 1) name(const __grid_constant__ SkinnyArgs args) {    \
+        streams::run<Epilogue::epilogue>(args);                                                                          \
+    }
+SKINNY_STREAMS(skinny_mxfp4_streams, BF16)
+SKINNY_STREAMS(skinny_mxfp4_streams_swiglu, SWIGLU)

@@ -1,7 +1,5 @@
 // What a launch of skinny_gemm works off, and how its blocks share it out.
 #pragma once
-#include <type_traits>
-
 #include "../packed/epilogue.cuh"
 #include "../packed/fp8.cuh"
 
@@ -14,7 +12,7 @@ struct SkinnyArgs {
     const int4* tiles;           // {expert, first slot, slots, 0}; null: one tile of all `tokens`
     const int32_t* num_tiles;
     const int32_t* gather;       // row of x of a slot; null: the slot itself
-    float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
+    float4* joins;               // [blocks, 4 strips, NT, 32], or as warpgroups.cuh has it; all NOTHING between launches
     uint64_t expert_bytes;       // from one expert's matrix to the next
     int32_t tokens;
     int32_t strips;              // of a matrix
@@ -27,7 +25,7 @@ struct SkinnyArgs {
     int32_t stages;
     int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
     int32_t tiles_room;          // of `tiles`
-    int32_t padding;
+    int32_t shared_bytes;        // for activations and rings of streams (warpgroups.cuh)
 };
 static_assert(sizeof(SkinnyArgs) == 128);
 
@@ -42,12 +40,8 @@ constexpr uint32_t NOTHING = ~0u;  // a NaN that no arithmetic yields
 using packed::Epilogue;
 using packed::swiglu;
 
-// Whether consumers work as warpgroups (warpgroups.cuh).
-template <class Format, int NT>
-constexpr bool BY_WARPGROUPS = std::is_same_v<Format, packed::Mxfp4> && NT > 1;
 // Partial sums of a group: how many consumers share its k.
-template <class Format, int NT>
-constexpr int PARTS = BY_WARPGROUPS<Format, NT> ? CONSUMERS / 4 : CONSUMERS / 2;
+constexpr int PARTS = CONSUMERS / 2;
 
 struct Barriers {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES];

@@ -1,7 +1,7 @@
 //! Products with few columns: where a decode step spends its time.
 
 use half::bf16;
-use kernels::{Grouped, Output, PackedWeights, SkinnyGemm};
+use kernels::{Grouped, Output, PackedWeights, SkinnyExperts, SkinnyGemm};
 
 use crate::experts::{HIDDEN, Routed, TOP, pack, pack_experts, routed};
 use crate::harness::Bench;
@@ -96,4 +96,20 @@ fn grouped(bench: &mut Bench, gate_up: &[PackedWeights], down: &[PackedWeights],
         .enqueue(&bench.kernels, &bench.stream)
     });
     bench.row("down", &shape, us, bytes(&down[0], slots, HIDDEN));
+    let us = bench.time(launches, |i| {
+        SkinnyExperts {
+            gate_up: &gate_up[i % gate_up.len()],
+            down: &down[i % down.len()],
+            x: x.view(),
+            gate_up_bias: Some(bias_up.view()),
+            down_bias: Some(bias_down.view()),
+            activated: activated.view_mut(),
+            out: y.view_mut(),
+            routing: &routed[i % COPIES].routing,
+            workspace: &mut workspace,
+        }
+        .enqueue(&bench.kernels, &bench.stream)
+    });
+    let moved = bytes(&gate_up[0], tokens, HIDDEN) + bytes(&down[0], slots, HIDDEN);
+    bench.row("gate, up, swiglu, down in one", &shape, us, moved);
 }

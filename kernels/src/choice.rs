@@ -32,6 +32,13 @@ pub fn expert_tile(format: Format, pairs: usize, experts: usize) -> usize {
     borders.iter().position(|border| pairs <= border * experts).unwrap_or(widest)
 }
 
+/// Whether both products of experts with tile `tile` of [`EXPERT_TILES`] are one launch, [`SkinnyExperts`](crate::SkinnyExperts). All
+/// its blocks must be on the device at once, so it is not for ranks that share one.
+#[must_use]
+pub const fn is_one_launch(tile: usize, shares_gpu: bool) -> bool {
+    tile < SKINNY_TILES && !shares_gpu
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

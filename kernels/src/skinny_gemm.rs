@@ -19,7 +19,7 @@ const MAX_STAGES: usize = 16;
 /// What aligning the activations of warpgroups may take.
 const ALIGNMENT: usize = 1024;
 /// Dynamic shared memory that a block can have beside its barriers.
-const SHARED_BYTES: usize = 226 * 1024;
+pub(crate) const SHARED_BYTES: usize = 226 * 1024;
 
 /// Where the product goes, and what happens to it on the way.
 #[derive(Debug)]
@@ -69,8 +69,9 @@ pub struct Grouped<'a> {
     pub settled: bool,
 }
 
-kernel_args! {
-    struct Args = SkinnyArgs in "skinny_gemm/work.cuh" {
+kernel_struct! {
+    #[derive(Debug, Clone, Copy)]
+    pub(crate) struct SkinnyArgs = SkinnyArgs in "skinny_gemm/work.cuh" as ARGS {
         weights: DevicePtr<u8>,
         scales: DevicePtr<f32>,
         x: DevicePtr<bf16>,
@@ -79,7 +80,8 @@ kernel_args! {
         tiles: DevicePtr<[i32; 4]>,
         num_tiles: DevicePtr<i32>,
         gather: DevicePtr<i32>,
-        joins: DevicePtrMut<f32>,
+        pub(crate) joins: DevicePtrMut<f32>,
+        pub(crate) done: DevicePtrMut<u32>,
         expert_bytes: u64,
         tokens: i32,
         strips: i32,
@@ -90,13 +92,18 @@ kernel_args! {
         group_units: i32,
         x_units: i32,
         stages: i32,
+        stage_bytes: i32,
         early_tiles: i32,
         tiles_room: i32,
+        pub(crate) awaited_groups: i32,
         padding: i32,
     }
 }
 
-const _: () = assert!(size_of::<Args>() == 128);
+const _: () = assert!(size_of::<SkinnyArgs>() == 144);
+
+// SAFETY: `#[repr(C)]`, and the tests of `abi` find the fields where the kernel's only parameter has them.
+unsafe impl device::KernelArgs for SkinnyArgs {}
 
 /// Kernels by format, epilogue and columns (8, 16).
 #[derive(Debug)]
@@ -151,23 +158,33 @@ impl SkinnyGemm<'_> {
     /// the launch fails.
     pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
         let check = Checker("skinny_gemm");
-        let weights = self.weights;
-        let columns = self.check(check)?;
-        let Some(slots) = columns else { return Ok(()) };
-        let plan = Plan::new(weights, &slots, kernels.multiprocessors as usize);
-        check.dimension("k", weights.k, "small enough for two stages beside the activations", plan.stages >= 2)?;
-        let variants = kernels.skinny_gemm.of(weights.format, &self.out);
+        let variants = kernels.skinny_gemm.of(self.weights.format, &self.out);
         let variants = variants.ok_or(KernelError::Dimension {
             operation: "skinny_gemm",
             dimension: "output",
             allowed: "bf16 or swiglu for mxfp4 weights",
             found: 0,
         })?;
-        let (blocks, groups) = (kernels.multiprocessors, weights.rows.div_ceil(STRIP_ROWS * GROUP));
-        let joins = blocks as usize * GROUP * plan.column_tiles * 32 * 4;
-        check.room("joins", joins, self.workspace.joins.len())?;
+        let Some((mut args, plan)) = self.prepare(check, kernels, stream)? else { return Ok(()) };
+        let config = share_out(check, kernels, &mut [&mut args], &[&plan])?;
+        // SAFETY: `prepare` proved that weights, x, bias and out cover every matrix, slot and row; slots and tiles come from a
+        // dispatch into `routing`, whose buffers bound them.
+        Ok(unsafe { variants[plan.column_tiles - 1].launch(stream, config, &args) }?)
+    }
+
+    /// What the kernel is told, but for how blocks share out their memory; `None` if there is nothing to do.
+    pub(crate) fn prepare(
+        &mut self,
+        check: Checker,
+        kernels: &Kernels,
+        stream: &Stream,
+    ) -> Result<Option<(SkinnyArgs, Plan)>> {
+        let weights = self.weights;
+        let Some(columns) = self.check(check)? else { return Ok(None) };
+        let plan = Plan::new(weights, &columns, kernels.multiprocessors as usize);
+        check.room("joins", plan.joins(kernels), self.workspace.joins.len())?;
         let grouped = self.routing;
-        let args = Args {
+        let args = SkinnyArgs {
             weights: stream.input(&weights.bytes.view()),
             scales: weights.scales(stream),
             x: stream.input(&self.x),
@@ -183,25 +200,24 @@ impl SkinnyGemm<'_> {
                 _ => DevicePtr::NULL,
             },
             joins: stream.output(&mut self.workspace.joins.view_mut()),
+            done: DevicePtrMut::NULL,
             expert_bytes: weights.matrix_bytes() as u64,
-            tokens: int(slots.tile_columns),
+            tokens: int(columns.tile_columns),
             strips: int(weights.rows / STRIP_ROWS),
-            groups: int(groups),
+            groups: int(plan.groups),
             k: int(weights.k),
             strip_tiles: int(weights.strip_tiles()),
             unit_tiles: int(plan.unit_tiles),
             group_units: int(plan.group_units),
             x_units: int(plan.x_units),
-            stages: int(plan.stages),
+            stages: 0,
+            stage_bytes: 0,
             early_tiles: i32::from(grouped.is_some_and(|grouped| grouped.settled)),
             tiles_room: grouped.map_or(0, |grouped| int(grouped.routing.tiles.len())),
+            awaited_groups: 0,
             padding: 0,
         };
-        let config =
-            LaunchConfig { shared_bytes: plan.shared_bytes as u32, ..LaunchConfig::linear(blocks, WARPS * 32) };
-        // SAFETY: `check` proved that weights, x, bias and out cover every matrix, slot and row; slots and tiles come from a
-        // dispatch into `routing`, whose buffers bound them.
-        Ok(unsafe { variants[plan.column_tiles - 1].launch(stream, config, &args) }?)
+        Ok(Some((args, plan)))
     }
 
     /// Columns of the launch; `None` if there is nothing to do.
@@ -247,22 +263,53 @@ struct Columns {
     tile_columns: usize,
 }
 
+/// Divides a block's memory among stages and what the products of a launch need beside them, and tells them.
+///
+/// # Errors
+/// `Dimension` if that leaves less than two stages.
+pub(crate) fn share_out(
+    check: Checker,
+    kernels: &Kernels,
+    products: &mut [&mut SkinnyArgs],
+    plans: &[&Plan],
+) -> Result<LaunchConfig> {
+    let most = |bytes: fn(&Plan) -> usize| plans.iter().map(|plan| bytes(plan)).max().unwrap_or(0);
+    let (stage, beside) = (most(|plan| plan.stage_bytes), most(|plan| plan.sums_bytes) + most(|plan| plan.x_bytes));
+    let stages = (SHARED_BYTES.saturating_sub(beside) / stage).min(MAX_STAGES);
+    let k = products.iter().map(|args| args.k as usize).max().unwrap_or(0);
+    check.dimension("k", k, "small enough for two stages beside the activations", stages >= 2)?;
+    for args in products {
+        (args.stages, args.stage_bytes) = (int(stages), int(stage));
+    }
+    let shared_bytes = (stages * stage + beside) as u32;
+    Ok(LaunchConfig { shared_bytes, ..LaunchConfig::linear(kernels.multiprocessors, WARPS * 32) })
+}
+
 /// How the work is cut: the one place where tile sizes are chosen.
 #[derive(Debug, PartialEq, Eq)]
-struct Plan {
+pub(crate) struct Plan {
     /// Groups of 8 columns: 1 or 2.
-    column_tiles: usize,
+    pub(crate) column_tiles: usize,
+    /// Groups of strips.
+    pub(crate) groups: usize,
     /// k-tiles of a unit.
     unit_tiles: usize,
     /// Units of a group of strips.
     group_units: usize,
     /// Units whose activations a block holds.
     x_units: usize,
-    stages: usize,
-    shared_bytes: usize,
+    /// Shared memory that a unit takes, sums of a group, and activations.
+    stage_bytes: usize,
+    sums_bytes: usize,
+    x_bytes: usize,
 }
 
 impl Plan {
+    /// f32 that blocks may leave to each other.
+    pub(crate) const fn joins(&self, kernels: &Kernels) -> usize {
+        kernels.multiprocessors as usize * GROUP * self.column_tiles * 32 * 4
+    }
+
     /// One dense matrix: of large units those for which the busiest block has least to do, and a block holds activations only for the
     /// units that it can get. Waiting at barriers costs more than an even cut gains: 2880 x 5120 at one column takes 10.3 us in units
     /// of 6 tiles, of which the busiest block has 60, and 9.3 in units of 10, with 60 as well (one H200).
@@ -288,11 +335,15 @@ impl Plan {
         let x_units = if dense { longest_range(unit_tiles).min(group_units) } else { group_units };
         let (parts, x_tiles, alignment) =
             if by_warpgroups { (WARPGROUP_PARTS, tiles, ALIGNMENT) } else { (PARTS, x_units * unit_tiles, 0) };
-        let activations = x_tiles * format.tile_k() * column_tiles * 8 * 2;
-        let sums = parts * GROUP * column_tiles * 512;
-        let stage = GROUP * unit_tiles * format.tile_bytes();
-        let stages = (SHARED_BYTES.saturating_sub(activations + sums + alignment) / stage).min(MAX_STAGES);
-        let shared_bytes = stages * stage + sums + activations + alignment;
-        Self { column_tiles, unit_tiles, group_units, x_units, stages, shared_bytes }
+        Self {
+            column_tiles,
+            groups,
+            unit_tiles,
+            group_units,
+            x_units,
+            stage_bytes: GROUP * unit_tiles * format.tile_bytes(),
+            sums_bytes: parts * GROUP * column_tiles * 512,
+            x_bytes: x_tiles * format.tile_k() * column_tiles * 8 * 2 + alignment,
+        }
     }
 }

@@ -18,7 +18,8 @@ pub struct Workspace {
 pub(crate) const PARTIALS: usize = 4 << 20;
 /// Counters: one for each tile of columns and block of rows of a split product.
 pub(crate) const COUNTERS: usize = 256 << 10;
-/// f32 that blocks of `SkinnyGemm` leave to others: a group of 4 strips and 16 columns for each of 256 multiprocessors.
+/// f32 that blocks of `SkinnyGemm` leave to others: a group of 4 strips and 16 columns for each of 256 multiprocessors. `SkinnyExperts`
+/// takes twice that.
 const JOINS: usize = 1 << 20;
 
 impl Workspace {

@@ -163,6 +163,11 @@ __device__ __forceinline__ uint32_t load_acquire_device(const uint32_t* global) 
     return value;
 }
 
+// Adds; what this thread wrote, and what it has seen written, is visible to those who acquire the sum.
+__device__ __forceinline__ void add_release_device(uint32_t* global, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ float4 load_relaxed(const float4* global) {
     float4 v;
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"

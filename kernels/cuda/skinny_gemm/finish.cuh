@@ -1,4 +1,4 @@
-// The epilogue warp of skinny_gemm: sums of parts and of blocks, bias, activation, output.
+// The epilogue warp of skinny_gemm and skinny_experts: sums of parts and of blocks, bias, activation, output.
 #pragma once
 #include "work.cuh"
 
@@ -80,10 +80,22 @@ __device__ void write_strip(const SkinnyArgs& args, const int4& tile, int strip,
     }
 }
 
+// Says that this warp has written a group. The last one of a tile leaves the counter as it was: all that wait for the tile's
+// activations have a part in the groups that came after them.
+__device__ __forceinline__ void count_group(const SkinnyArgs& args, int tile) {
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    uint32_t* done = args.done + tile;
+    if (args.awaited_groups == 0) {
+        ptx::add_release_device(done, 1);
+    } else if (atomicAdd(done, 1u) + 1 == static_cast<uint32_t>(args.awaited_groups + args.groups)) {
+        *done = 0;
+    }
+}
+
 template <class Format, int NT, Epilogue E>
-__device__ void finish(const SkinnyArgs& args, const Range& range, const float4* sums, Barriers& barriers) {
+__device__ void finish(const SkinnyArgs& args, const Range& range, const float4* sums, Barriers& barriers, uint32_t& phase) {
     const int lane = threadIdx.x % 32;
-    uint32_t phase = 0;
     for (Cursor unit(args, range.begin); unit.index < range.end; phase ^= 1) {
         const int group_begin = unit.index - unit.part, group_end = group_begin + args.group_units;
         const int4 tile = tile_of(args, unit.tile);
@@ -118,6 +130,7 @@ __device__ void finish(const SkinnyArgs& args, const Range& range, const float4*
                 const int strip = unit.group * GROUP + s;
                 if (strip < args.strips) write_strip<Format, NT, E>(args, tile, strip, bias[s], sum[s]);
             }
+            if (args.done) count_group(args, unit.tile);
         } else {
             post_part<NT>(args, sum);
         }

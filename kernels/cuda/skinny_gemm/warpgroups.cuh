@@ -47,12 +47,6 @@ __device__ void load_columns(const SkinnyArgs& args, const int4& tile, uint8_t* 
     ptx::fence_async_shared();
 }
 
-// Where a consumer is in the ring.
-struct Position {
-    int stage = 0;
-    uint32_t phase = 0;
-};
-
 // By a warp whose weights are in registers.
 __device__ __forceinline__ void release_stage(Barriers& barriers, int stage, int lane) {
     __syncwarp();
@@ -62,7 +56,7 @@ __device__ __forceinline__ void release_stage(Barriers& barriers, int stage, int
 // Works off the units of one tile of slots from `unit` on, with COLUMNS of its columns.
 template <int NT, int COLUMNS>
 __device__ void consume_tile(const SkinnyArgs& args, const Range& range, const uint8_t* ring, uint32_t x, float4* sums,
-                             Barriers& barriers, Cursor& unit, Position& at, uint32_t& group_phase) {
+                             Barriers& barriers, Cursor& unit, Consumer& consumer) {
     using Format = packed::Mxfp4;
     // The same for all lanes, and the compiler knows: descriptors are then made by the uniform unit.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, strip = warp % GROUP, part = warp / GROUP;
@@ -70,10 +64,11 @@ __device__ void consume_tile(const SkinnyArgs& args, const Range& range, const u
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.0f;
     const int slots_tile = unit.tile;
+    auto& [at, sums_phase] = consumer;
     for (; unit.index < range.end && unit.tile == slots_tile; unit.next(args)) {
         const int first = unit.part * args.unit_tiles, tiles = min(args.unit_tiles, args.strip_tiles - first);
         const int strips = min(GROUP, args.strips - unit.group * GROUP);  // one that does not exist yields sums that nobody reads
-        const uint8_t* weights = ring + at.stage * GROUP * args.unit_tiles * Format::TILE_BYTES;
+        const uint8_t* weights = ring + at.stage * args.stage_bytes;
         const uint64_t columns = ptx::matrix_descriptor(x + (first + part) * NT * 1024);
         const uint32_t low = static_cast<uint32_t>(columns), high = static_cast<uint32_t>(columns >> 32);
         ptx::mbarrier_wait(&barriers.full[at.stage], at.phase);
@@ -110,13 +105,13 @@ __device__ void consume_tile(const SkinnyArgs& args, const Range& range, const u
             }
             release_stage(barriers, at.stage, lane);
         }
-        if (++at.stage == args.stages) at.stage = 0, at.phase ^= 1;
+        at.next(args);
 
         if (unit.part + 1 == args.group_units || unit.index + 1 == range.end) {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; ++i) ptx::pin(acc[i]);
-            ptx::mbarrier_wait(&barriers.sums_empty, group_phase);
-            group_phase ^= 1;
+            ptx::mbarrier_wait(&barriers.sums_empty, sums_phase);
+            sums_phase ^= 1;
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; ++n) {
                 sums[((part * GROUP + strip) * NT + n) * 32 + lane] =
@@ -132,19 +127,17 @@ __device__ void consume_tile(const SkinnyArgs& args, const Range& range, const u
 
 template <int NT>
 __device__ void consume_by_warpgroups(const SkinnyArgs& args, const Range& range, const uint8_t* ring, uint8_t* x, float4* sums,
-                                      Barriers& barriers) {
+                                      Barriers& barriers, Consumer& consumer) {
     const uint32_t columns = ptx::shared_address(x);
-    uint32_t group_phase = 1;
-    Position at;
     for (Cursor unit(args, range.begin); unit.index < range.end;) {
         const int4 tile = tile_of(args, unit.tile);
-        ptx::named_barrier(1, CONSUMERS * 32);  // nobody multiplies by the old activations any more
+        await_activations(args, unit.tile);
         load_columns<NT>(args, tile, x);
         ptx::named_barrier(1, CONSUMERS * 32);
         if (tile.z <= 8) {
-            consume_tile<NT, 8>(args, range, ring, columns, sums, barriers, unit, at, group_phase);
+            consume_tile<NT, 8>(args, range, ring, columns, sums, barriers, unit, consumer);
         } else {
-            consume_tile<NT, NT * 8>(args, range, ring, columns, sums, barriers, unit, at, group_phase);
+            consume_tile<NT, NT * 8>(args, range, ring, columns, sums, barriers, unit, consumer);
         }
     }
 }

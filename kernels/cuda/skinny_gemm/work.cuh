@@ -1,4 +1,4 @@
-// What a launch of skinny_gemm works off, and how its blocks share it out.
+// What a launch of skinny_gemm or skinny_experts works off, and how its blocks share it out.
 #pragma once
 #include <type_traits>
 
@@ -15,6 +15,7 @@ struct SkinnyArgs {
     const int32_t* num_tiles;
     const int32_t* gather;       // row of x of a slot; null: the slot itself
     float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
+    uint32_t* done;              // of two products in one launch: groups that are done, by tile, zero between launches; or null
     uint64_t expert_bytes;       // from one expert's matrix to the next
     int32_t tokens;
     int32_t strips;              // of a matrix
@@ -25,11 +26,19 @@ struct SkinnyArgs {
     int32_t group_units;         // units of a group
     int32_t x_units;             // units whose activations are held: all of a group's, or all of a block's
     int32_t stages;
+    int32_t stage_bytes;         // of the ring: a unit's at least
     int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
     int32_t tiles_room;          // of `tiles`
+    int32_t awaited_groups;      // of a tile, which the product before this one in the launch yields; 0: there is none
     int32_t padding;
 };
-static_assert(sizeof(SkinnyArgs) == 128);
+static_assert(sizeof(SkinnyArgs) == 144);
+
+// Both products of experts: `out` of the first is `x` of the second. They have `stages` and `stage_bytes` in common.
+struct SkinnyExpertsArgs {
+    SkinnyArgs products[2];
+};
+static_assert(sizeof(SkinnyExpertsArgs) == 288);
 
 namespace skinny {
 
@@ -54,6 +63,22 @@ struct Barriers {
     uint64_t sums_full, sums_empty;
 };
 
+// Where a warp is in the ring.
+struct Position {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void next(const SkinnyArgs& args) {
+        if (++stage == args.stages) stage = 0, phase ^= 1;
+    }
+};
+
+// Where a consumer is: in the ring, and in handing over sums.
+struct Consumer {
+    Position at;
+    uint32_t sums_phase = 1;
+};
+
 // The units [begin, end) of this block. A unit's index counts parts of groups of tiles.
 struct Range {
     int begin, end, units, blocks;
@@ -67,7 +92,7 @@ struct Range {
     }
     // The block whose range contains `unit`.
     __device__ int owner(int unit) const {
-        return static_cast<int>((static_cast<int64_t>(unit + 1) * blocks - 1) / units);
+        return static_cast<int>((static_cast<uint64_t>(unit + 1) * blocks - 1) / static_cast<uint32_t>(units));
     }
 };
 
@@ -90,6 +115,15 @@ struct Cursor {
         if (++group == args.groups) group = 0, ++tile;
     }
 };
+
+// By all consumers, before they load activations of a tile: nobody reads the old ones any more, and the new ones are there.
+__device__ __forceinline__ void await_activations(const SkinnyArgs& args, int tile) {
+    if (args.awaited_groups > 0 && threadIdx.x == 0) {
+        while (ptx::load_acquire_device(args.done + tile) < static_cast<uint32_t>(args.awaited_groups)) {
+        }
+    }
+    ptx::named_barrier(1, CONSUMERS * 32);
+}
 
 __device__ __forceinline__ int4 tile_of(const SkinnyArgs& args, int tile) {
     return args.tiles ? args.tiles[tile] : make_int4(0, 0, args.tokens, 0);

@@ -14,7 +14,7 @@ const MAX_COLUMNS: usize = 16;
 const GROUP: usize = 4;
 const PARTS: usize = 8;
 const WARPGROUP_PARTS: usize = 4;
-const WARPS: u32 = 18;
+const WARPS: u32 = 19;
 const MAX_STAGES: usize = 16;
 /// What aligning the activations of warpgroups may take.
 const ALIGNMENT: usize = 1024;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void run_block(const SkinnyArgs* products) {
             ptx::mbarrier_init(&barriers.empty[i], CONSUMERS);
         }
         ptx::mbarrier_init(&barriers.sums_full, CONSUMERS);
-        ptx::mbarrier_init(&barriers.sums_empty, 1);
+        ptx::mbarrier_init(&barriers.sums_empty, FINISHERS);
         ptx::fence_barrier_init();
     }
     __syncthreads();

@@ -64,7 +64,8 @@ __device__ void consume_tile(const SkinnyArgs& args, const Range& range, const u
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) acc[i] = 0.0f;
     const int slots_tile = unit.tile;
-    auto& [at, sums_phase] = consumer;
+    Position& at = consumer.at;
+    uint32_t& sums_phase = consumer.sums_phase;
     for (; unit.index < range.end && unit.tile == slots_tile; unit.next(args)) {
         const int first = unit.part * args.unit_tiles, tiles = min(args.unit_tiles, args.strip_tiles - first);
         const int strips = min(GROUP, args.strips - unit.group * GROUP);  // one that does not exist yields sums that nobody reads

@@ -70,7 +70,8 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
     const int pair = warp % 2, my_part = warp / 2;
     float acc[2][NT][4] = {};
     int loaded = -1, live = 0;
-    auto& [at, sums_phase] = consumer;
+    Position& at = consumer.at;
+    uint32_t& sums_phase = consumer.sums_phase;
     Cursor unit(args, range.begin);
     const int first_unit = unit.part;
     for (; unit.index < range.end; unit.next(args)) {

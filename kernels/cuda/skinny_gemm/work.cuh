@@ -15,7 +15,8 @@ struct SkinnyArgs {
     const int32_t* num_tiles;
     const int32_t* gather;       // row of x of a slot; null: the slot itself
     float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
-    uint32_t* done;              // of two products in one launch: groups that are done, by tile, zero between launches; or null
+    uint32_t* done;              // of two products in one launch: groups done, by tile and counted by each finisher, zero between
+                                 // launches; or null
     uint64_t expert_bytes;       // from one expert's matrix to the next
     int32_t tokens;
     int32_t strips;              // of a matrix
@@ -45,7 +46,9 @@ namespace skinny {
 using packed::GROUP;
 constexpr int MAX_STAGES = 16;
 constexpr int CONSUMERS = 16;
-constexpr int THREADS = (CONSUMERS + 2) * 32;
+constexpr int FINISHERS = 2;
+constexpr int STRIPS = GROUP / FINISHERS;  // of a finisher
+constexpr int THREADS = (CONSUMERS + 1 + FINISHERS) * 32;
 constexpr uint32_t NOTHING = ~0u;  // a NaN that no arithmetic yields
 
 using packed::Epilogue;
@@ -79,21 +82,19 @@ struct Consumer {
     uint32_t sums_phase = 1;
 };
 
-// The units [begin, end) of this block. A unit's index counts parts of groups of tiles.
+// The units [begin, end) of this block. A unit's index counts parts of groups of tiles; times the number of blocks it is below 2^32.
 struct Range {
-    int begin, end, units, blocks;
+    uint32_t begin, end, units, blocks;
 
     __device__ Range(const SkinnyArgs& args, int num_tiles) {
         units = num_tiles * args.groups * args.group_units;
-        blocks = min(static_cast<int>(gridDim.x), units);  // so that none in between is empty
-        const bool used = static_cast<int>(blockIdx.x) < blocks;
-        begin = used ? static_cast<int64_t>(units) * blockIdx.x / blocks : 0;
-        end = used ? static_cast<int64_t>(units) * (blockIdx.x + 1) / blocks : 0;
+        blocks = min(gridDim.x, units);  // so that none in between is empty
+        const bool used = blockIdx.x < blocks;
+        begin = used ? units * blockIdx.x / blocks : 0;
+        end = used ? units * (blockIdx.x + 1) / blocks : 0;
     }
     // The block whose range contains `unit`.
-    __device__ int owner(int unit) const {
-        return static_cast<int>((static_cast<uint64_t>(unit + 1) * blocks - 1) / static_cast<uint32_t>(units));
-    }
+    __device__ int owner(int unit) const { return ((unit + 1) * blocks - 1) / units; }
 };
 
 // Walks through a range without dividing at each step.
@@ -119,7 +120,7 @@ struct Cursor {
 // By all consumers, before they load activations of a tile: nobody reads the old ones any more, and the new ones are there.
 __device__ __forceinline__ void await_activations(const SkinnyArgs& args, int tile) {
     if (args.awaited_groups > 0 && threadIdx.x == 0) {
-        while (ptx::load_acquire_device(args.done + tile) < static_cast<uint32_t>(args.awaited_groups)) {
+        while (ptx::load_acquire_device(args.done + tile) < static_cast<uint32_t>(args.awaited_groups * FINISHERS)) {
         }
     }
     ptx::named_barrier(1, CONSUMERS * 32);

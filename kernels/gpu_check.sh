@@ -39,7 +39,7 @@ run() {
 }
 
 # Kernels whose shared memory is written by the copy engine or read across a cluster.
-ASYNC="decode_attention fp8_gemm prefill_attention router sample skinny_gemm tile_gemm"
+ASYNC="decode_attention fp8_gemm prefill_attention router sample skinny_experts skinny_gemm tile_gemm"
 # Tests of large shapes, minutes each under a checker, whose kernels smaller ones reach too.
 SLOW="--skip real_experts --skip every_width --skip logits_stay --skip a_long_prompt --skip the_same_bits --skip many_tokens"
 
@@ -75,7 +75,7 @@ sanitize() {
         fi
         case $module in # products of real shapes take minutes, and draws that are not greedy one each under racecheck
         fp8_gemm | tile_gemm) memory=$module::a_few_strips races=$memory ;;
-        skinny_gemm) memory=$module:: races=$module::a_few_strips ;;
+        skinny_experts | skinny_gemm) memory=$module:: races=$module::a_few_strips ;;
         sample) memory=sample:: races=sample::greedy ;;
         *) memory=$module:: races=$memory ;;
         esac

@@ -74,7 +74,7 @@ mod tests {
     use crate::inbox::MAX_RANKS;
 
     /// Every one; the test below finds what is missing.
-    const LAYOUTS: [Layout; 24] = [
+    const LAYOUTS: [Layout; 25] = [
         crate::all_gather::ARGS,
         crate::all_reduce::ARGS,
         crate::combine::ARGS,
@@ -95,6 +95,7 @@ mod tests {
         crate::router::ARGS,
         crate::sample::ARGS,
         crate::sample::ROW,
+        crate::skinny_experts::ARGS,
         crate::skinny_gemm::ARGS,
         crate::sum_ranks::ARGS,
         crate::tile_gemm::ARGS,
@@ -131,13 +132,14 @@ mod tests {
             Self { name: name.to_owned(), of, is_pointer, is_const, count }
         }
 
-        /// Bytes of one element, which are its alignment as well.
-        fn element_bytes(&self) -> usize {
+        /// Bytes of one element, and its alignment.
+        fn element(&self) -> [usize; 2] {
             match self.of.as_str() {
-                _ if self.is_pointer => 8,
-                "uint64_t" | "int64_t" => 8,
-                "uint32_t" | "int32_t" | "float" => 4,
-                "ptx::TensorMap" => 128,
+                _ if self.is_pointer => [8, 8],
+                "uint64_t" | "int64_t" => [8, 8],
+                "uint32_t" | "int32_t" | "float" => [4, 4],
+                "ptx::TensorMap" => [128, 128],
+                "SkinnyArgs" => [crate::skinny_gemm::ARGS.bytes, 8],
                 other => panic!("{}: the size of {other} is unknown", self.name),
             }
         }
@@ -178,9 +180,9 @@ mod tests {
         assert_eq!(fields.len(), declared.len(), "{case}: CUDA has more fields");
         let (mut offset, mut alignment) = (0_usize, 1);
         for (field, declared) in fields.iter().zip(&declared) {
-            let element = declared.element_bytes();
-            offset = offset.next_multiple_of(element);
-            alignment = alignment.max(element);
+            let [element, its_alignment] = declared.element();
+            offset = offset.next_multiple_of(its_alignment);
+            alignment = alignment.max(its_alignment);
             assert_eq!(field.name, declared.name, "{case}");
             assert!(declared.is_kind(field.kind), "{case}: {field:?} is {declared:?}");
             assert_eq!((field.offset, field.bytes), (offset, element * declared.count), "{case}: {field:?}");

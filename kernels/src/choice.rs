@@ -2,8 +2,9 @@
 //!
 //! Up to 16 columns, 24 of an MXFP4 expert, the weights are streamed once ([`SkinnyGemm`](crate::SkinnyGemm)), above that the tensor
 //! cores are kept busy ([`TileGemm`](crate::TileGemm)); activations are bf16 in both. FP8 weights meet FP8 activations where there are
-//! many columns ([`Fp8Gemm`](crate::Fp8Gemm)). For experts the number that counts is the mean number of tokens an expert. Borders:
-//! measured on an H200, RESULTS.md.
+//! many columns ([`Fp8Gemm`](crate::Fp8Gemm)). For experts, both products of which are one launch for few tokens an expert
+//! ([`SkinnyExperts`](crate::SkinnyExperts)), the number that counts is the mean number of tokens an expert. Borders: measured on an H200,
+//! RESULTS.md.
 
 use crate::Format;
 
@@ -33,6 +34,14 @@ pub fn expert_tile(format: Format, pairs: usize, experts: usize) -> usize {
         Format::Bf16 => (&BF16_BORDERS, BF16_BORDERS.len()),
     };
     borders.iter().position(|border| pairs <= border * experts).unwrap_or(widest)
+}
+
+/// Whether both products of experts in tiles of [`EXPERT_TILES`]`[tile]` are one launch of [`SkinnyExperts`](crate::SkinnyExperts). All
+/// its blocks must be on the device at once, so it is not for ranks that share one.
+#[must_use]
+pub const fn is_one_launch(format: Format, tile: usize, shares_gpu: bool) -> bool {
+    let is_built = tile == 0 || (tile < SKINNY_TILES && !matches!(format, Format::Mxfp4));
+    is_built && !shares_gpu
 }
 
 #[cfg(test)]

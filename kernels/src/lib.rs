@@ -9,7 +9,8 @@
 //! (programmatic dependent launch). **Weights are the exception**: matrices, norm weights and the router's are fetched before the
 //! predecessor has ended, so they must be complete when a kernel that reads them is enqueued, or a copy must lie between.
 //!
-//! Start with [`RmsNorm`], the simplest, then [`SkinnyGemm`], which streams the weights in decode, and [`TileGemm`], which keeps
+//! Start with [`RmsNorm`], the simplest, then [`SkinnyGemm`], which streams the weights in decode, as does
+//! [`SkinnyExperts`], and [`TileGemm`], which keeps
 //! the tensor cores busy in prefill, and [`Fp8Gemm`], which does so with both operands in FP8.
 #![allow(unsafe_code)] // this crate launches kernels: each launch says why its arguments are right
 
@@ -43,6 +44,7 @@ mod rmsnorm;
 mod rope_kv;
 mod router;
 mod sample;
+mod skinny_experts;
 mod skinny_gemm;
 mod sum_ranks;
 mod tile_gemm;
@@ -75,6 +77,7 @@ pub use rmsnorm::RmsNorm;
 pub use rope_kv::RopeKv;
 pub use router::{ChooseExperts, DISPATCH_TOKENS, ExpertWeights, Router, RouterDispatch};
 pub use sample::{MAX_TOP_LOGPROBS, Sample, SampleRow, SampleStatus};
+pub use skinny_experts::SkinnyExperts;
 pub use skinny_gemm::{Grouped, Output, SkinnyGemm};
 pub use sum_ranks::SumRanks;
 pub use tile_gemm::TileGemm;

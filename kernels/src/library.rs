@@ -5,7 +5,7 @@ use device::{Device, Kernel, Module};
 use crate::error::{KernelError, Result};
 use crate::{
     all_reduce, combine, decode_attention, fp8_gemm, pack_fp8, prefill_attention, reduce_scatter, router, sample,
-    skinny_gemm, tile_gemm,
+    skinny_experts, skinny_gemm, tile_gemm,
 };
 
 /// Whether this build contains kernels: nvcc was found when it was made.
@@ -41,6 +41,7 @@ pub struct Kernels {
     pub(crate) rope_kv: Kernel,
     pub(crate) router: router::Variants,
     pub(crate) sample: Kernel,
+    pub(crate) skinny_experts: skinny_experts::Variants,
     pub(crate) skinny_gemm: skinny_gemm::Variants,
     pub(crate) sum_ranks: Kernel,
     pub(crate) tile_gemm: tile_gemm::Variants,
@@ -77,6 +78,7 @@ impl Kernels {
             rope_kv: module(device, "rope_kv")?.kernel("rope_kv", 0)?,
             router: router::Variants::load(&module(device, "router")?)?,
             sample: module(device, "sample")?.kernel("sample", sample::SHARED_BYTES)?,
+            skinny_experts: skinny_experts::Variants::load(&module(device, "skinny_experts")?)?,
             skinny_gemm: skinny_gemm::Variants::load(&module(device, "skinny_gemm")?)?,
             sum_ranks: module(device, "sum_ranks")?.kernel("sum_ranks", 0)?,
             tile_gemm: tile_gemm::Variants::load(&module(device, "tile_gemm")?)?,

@@ -9,10 +9,10 @@ use crate::{Kernels, Routing, Workspace};
 
 /// Columns of a dense product at most.
 const MAX_COLUMNS: usize = 16;
-/// Strips of a group, parts into which its k is split among warps, warps of a block, most stages: constants of skinny_gemm.cu.
+/// Strips of a group, parts into which its k is split among warps, warps of a block, most stages: constants of work.cuh.
 const GROUP: usize = 4;
 const PARTS: usize = 8;
-const WARPS: u32 = 18;
+const WARPS: u32 = 19;
 const MAX_STAGES: usize = 16;
 /// Warpgroups of a block that multiply, warps of it, k-tiles of a stage, columns at most: constants of warpgroups.cuh.
 const WARPGROUPS: usize = 4;
@@ -22,7 +22,7 @@ const STREAM_COLUMNS: usize = 24;
 /// What aligning the activations of warpgroups may take.
 const ALIGNMENT: usize = 1024;
 /// Dynamic shared memory that a block can have beside its barriers.
-const SHARED_BYTES: usize = 226 * 1024;
+pub(crate) const SHARED_BYTES: usize = 226 * 1024;
 
 /// Where the product goes, and what happens to it on the way.
 #[derive(Debug)]
@@ -72,8 +72,9 @@ pub struct Grouped<'a> {
     pub settled: bool,
 }
 
-kernel_args! {
-    struct Args = SkinnyArgs in "skinny_gemm/work.cuh" {
+kernel_struct! {
+    #[derive(Debug, Clone, Copy)]
+    pub(crate) struct SkinnyArgs = SkinnyArgs in "skinny_gemm/work.cuh" as ARGS {
         weights: DevicePtr<u8>,
         scales: DevicePtr<f32>,
         x: DevicePtr<bf16>,
@@ -82,7 +83,8 @@ kernel_args! {
         tiles: DevicePtr<[i32; 4]>,
         num_tiles: DevicePtr<i32>,
         gather: DevicePtr<i32>,
-        joins: DevicePtrMut<f32>,
+        pub(crate) joins: DevicePtrMut<f32>,
+        pub(crate) done: DevicePtrMut<u32>,
         expert_bytes: u64,
         tokens: i32,
         strips: i32,
@@ -93,13 +95,18 @@ kernel_args! {
         group_units: i32,
         x_units: i32,
         stages: i32,
+        stage_bytes: i32,
         early_tiles: i32,
         tiles_room: i32,
-        shared_bytes: i32,
+        pub(crate) awaited_groups: i32,
+        padding: i32,
     }
 }
 
-const _: () = assert!(size_of::<Args>() == 128);
+const _: () = assert!(size_of::<SkinnyArgs>() == 144);
+
+// SAFETY: `#[repr(C)]`, and the tests of `abi` find the fields where the kernel's only parameter has them.
+unsafe impl device::KernelArgs for SkinnyArgs {}
 
 /// Kernels by format, epilogue and columns: 8, or more.
 #[derive(Debug)]
@@ -154,22 +161,33 @@ impl SkinnyGemm<'_> {
     /// the launch fails.
     pub fn enqueue(mut self, kernels: &Kernels, stream: &Stream) -> Result<()> {
         let check = Checker("skinny_gemm");
-        let weights = self.weights;
-        let columns = self.check(check)?;
-        let Some(slots) = columns else { return Ok(()) };
-        let plan = Plan::new(weights, &slots, kernels.multiprocessors as usize);
-        check.dimension("k", weights.k, "small enough for two stages beside the activations", plan.stages >= 2)?;
-        let variants = kernels.skinny_gemm.of(weights.format, &self.out);
+        let variants = kernels.skinny_gemm.of(self.weights.format, &self.out);
         let variants = variants.ok_or(KernelError::Dimension {
             operation: "skinny_gemm",
             dimension: "output",
             allowed: "bf16 or swiglu for mxfp4 weights",
             found: 0,
         })?;
-        let (blocks, groups) = (kernels.multiprocessors, weights.rows.div_ceil(STRIP_ROWS * GROUP));
-        check.room("joins", blocks as usize * plan.joins, self.workspace.joins.len())?;
+        let Some((mut args, plan)) = self.prepare(check, kernels, stream)? else { return Ok(()) };
+        let config = share_out(check, kernels, &mut [&mut args], &[&plan])?;
+        // SAFETY: `prepare` proved that weights, x, bias and out cover every matrix, slot and row; slots and tiles come from a
+        // dispatch into `routing`, whose buffers bound them.
+        Ok(unsafe { variants[plan.variant].launch(stream, config, &args) }?)
+    }
+
+    /// What the kernel is told, but for how blocks share out their memory; `None` if there is nothing to do.
+    pub(crate) fn prepare(
+        &mut self,
+        check: Checker,
+        kernels: &Kernels,
+        stream: &Stream,
+    ) -> Result<Option<(SkinnyArgs, Plan)>> {
+        let weights = self.weights;
+        let Some(columns) = self.check(check)? else { return Ok(None) };
+        let plan = Plan::new(weights, &columns, kernels.multiprocessors as usize);
+        check.room("joins", plan.joins(kernels), self.workspace.joins.len())?;
         let grouped = self.routing;
-        let args = Args {
+        let args = SkinnyArgs {
             weights: stream.input(&weights.bytes.view()),
             scales: weights.scales(stream),
             x: stream.input(&self.x),
@@ -185,25 +203,24 @@ impl SkinnyGemm<'_> {
                 _ => DevicePtr::NULL,
             },
             joins: stream.output(&mut self.workspace.joins.view_mut()),
+            done: DevicePtrMut::NULL,
             expert_bytes: weights.matrix_bytes() as u64,
-            tokens: int(slots.tile_columns),
+            tokens: int(columns.tile_columns),
             strips: int(weights.rows / STRIP_ROWS),
-            groups: int(groups),
+            groups: int(plan.groups),
             k: int(weights.k),
             strip_tiles: int(weights.strip_tiles()),
             unit_tiles: int(plan.unit_tiles),
             group_units: int(plan.group_units),
             x_units: int(plan.x_units),
-            stages: int(plan.stages),
+            stages: 0,
+            stage_bytes: 0,
             early_tiles: i32::from(grouped.is_some_and(|grouped| grouped.settled)),
             tiles_room: grouped.map_or(0, |grouped| int(grouped.routing.tiles.len())),
-            shared_bytes: int(plan.shared_bytes.saturating_sub(ALIGNMENT)),
+            awaited_groups: 0,
+            padding: 0,
         };
-        let config =
-            LaunchConfig { shared_bytes: plan.shared_bytes as u32, ..LaunchConfig::linear(blocks, plan.warps * 32) };
-        // SAFETY: `check` proved that weights, x, bias and out cover every matrix, slot and row; slots and tiles come from a
-        // dispatch into `routing`, whose buffers bound them.
-        Ok(unsafe { variants[plan.variant].launch(stream, config, &args) }?)
+        Ok(Some((args, plan)))
     }
 
     /// Columns of the launch; `None` if there is nothing to do.
@@ -251,30 +268,81 @@ struct Columns {
     tile_columns: usize,
 }
 
+/// Divides a block's memory among stages and what the products of a launch need beside them, and tells them.
+///
+/// # Errors
+/// `Dimension` if that leaves less than two stages.
+pub(crate) fn share_out(
+    check: Checker,
+    kernels: &Kernels,
+    products: &mut [&mut SkinnyArgs],
+    plans: &[&Plan],
+) -> Result<LaunchConfig> {
+    let most = |bytes: fn(&Plan) -> usize| plans.iter().map(|plan| bytes(plan)).max().unwrap_or(0);
+    let (stage, beside) = (most(|plan| plan.stage_bytes), most(|plan| plan.sums_bytes) + most(|plan| plan.x_bytes));
+    let stages = (SHARED_BYTES.saturating_sub(beside) / stage).min(MAX_STAGES);
+    let k = products.iter().map(|args| args.k as usize).max().unwrap_or(0);
+    check.dimension("k", k, "small enough for two stages beside the activations", stages >= 2)?;
+    for args in products {
+        (args.stages, args.stage_bytes) = (int(stages), int(stage));
+    }
+    // Warpgroups have all of it: a block makes the most of it for the tiles that it finds.
+    let is_streams = plans.iter().any(|plan| plan.is_streams);
+    let (shared_bytes, warps) =
+        if is_streams { (SHARED_BYTES, STREAM_WARPS) } else { (stages * stage + beside, WARPS) };
+    Ok(LaunchConfig { shared_bytes: shared_bytes as u32, ..LaunchConfig::linear(kernels.multiprocessors, warps * 32) })
+}
+
 /// How the work is cut: the one place where tile sizes are chosen.
 #[derive(Debug, PartialEq, Eq)]
-struct Plan {
+pub(crate) struct Plan {
     /// Of the kernels of a format and an epilogue.
-    variant: usize,
-    warps: u32,
+    pub(crate) variant: usize,
+    /// Whether warpgroups work it off, each a stream of its own; then there are no units.
+    pub(crate) is_streams: bool,
+    /// Groups of strips.
+    pub(crate) groups: usize,
     /// k-tiles of a unit.
     unit_tiles: usize,
     /// Units of a group of strips.
     group_units: usize,
     /// Units whose activations a block holds.
     x_units: usize,
-    stages: usize,
-    shared_bytes: usize,
-    /// f32 that a block can leave to others.
-    joins: usize,
+    /// Shared memory that a unit takes, sums of a group, and activations.
+    stage_bytes: usize,
+    sums_bytes: usize,
+    x_bytes: usize,
+    /// f32 that a block may leave to others.
+    block_joins: usize,
 }
 
 impl Plan {
+    /// f32 that blocks may leave to each other.
+    pub(crate) const fn joins(&self, kernels: &Kernels) -> usize {
+        kernels.multiprocessors as usize * self.block_joins
+    }
+
     fn new(weights: &PackedWeights, columns: &Columns, multiprocessors: usize) -> Self {
         if weights.format == Format::Mxfp4 && columns.tile_columns > 8 {
             Self::streams(weights)
         } else {
             Self::units(weights, columns, multiprocessors)
+        }
+    }
+
+    fn streams(weights: &PackedWeights) -> Self {
+        Self {
+            variant: 1,
+            is_streams: true,
+            groups: weights.rows.div_ceil(STRIP_ROWS * GROUP),
+            unit_tiles: 0,
+            group_units: 0,
+            x_units: 0,
+            stage_bytes: WARPGROUPS * CHUNK_TILES * GROUP * weights.format.tile_bytes(),
+            sums_bytes: 0,
+            x_bytes: weights.strip_tiles() * weights.format.tile_k() * STREAM_COLUMNS * 2 + ALIGNMENT,
+            // For a block's first tile of slots, and for a later one.
+            block_joins: 2 * WARPGROUPS * STREAM_COLUMNS * GROUP * STRIP_ROWS,
         }
     }
 
@@ -299,29 +367,17 @@ impl Plan {
         .min(tiles);
         let group_units = tiles.div_ceil(unit_tiles);
         let x_units = if dense { longest_range(unit_tiles).min(group_units) } else { group_units };
-        let activations = x_units * unit_tiles * format.tile_k() * column_tiles * 8 * 2;
-        let sums = PARTS * GROUP * column_tiles * 512;
-        let stage = GROUP * unit_tiles * format.tile_bytes();
-        let stages = (SHARED_BYTES.saturating_sub(activations + sums) / stage).min(MAX_STAGES);
-        let shared_bytes = stages * stage + sums + activations;
-        let joins = GROUP * column_tiles * 32 * 4;
-        Self { variant: column_tiles - 1, warps: WARPS, unit_tiles, group_units, x_units, stages, shared_bytes, joins }
-    }
-
-    /// Warpgroups: each block makes the most of the memory for its own tiles, so stages are those beside the widest.
-    fn streams(weights: &PackedWeights) -> Self {
-        let activations = weights.strip_tiles() * weights.format.tile_k() * STREAM_COLUMNS * 2;
-        let stage = WARPGROUPS * CHUNK_TILES * GROUP * weights.format.tile_bytes();
         Self {
-            variant: 1,
-            warps: STREAM_WARPS,
-            unit_tiles: 0,
-            group_units: 0,
-            x_units: 0,
-            stages: SHARED_BYTES.saturating_sub(ALIGNMENT + activations) / stage,
-            shared_bytes: SHARED_BYTES,
-            // For a block's first tile of slots, and for a later one.
-            joins: 2 * WARPGROUPS * STREAM_COLUMNS * GROUP * STRIP_ROWS,
+            variant: column_tiles - 1,
+            is_streams: false,
+            groups,
+            unit_tiles,
+            group_units,
+            x_units,
+            stage_bytes: GROUP * unit_tiles * format.tile_bytes(),
+            sums_bytes: PARTS * GROUP * column_tiles * 512,
+            x_bytes: x_units * unit_tiles * format.tile_k() * column_tiles * 8 * 2,
+            block_joins: GROUP * column_tiles * 32 * 4,
         }
     }
 }

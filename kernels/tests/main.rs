@@ -21,6 +21,7 @@ mod rmsnorm;
 mod rope_kv;
 mod router;
 mod sample;
+mod skinny_experts;
 mod skinny_gemm;
 mod tile_gemm;
 mod unpack_kv;

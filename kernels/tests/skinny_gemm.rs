@@ -1,13 +1,11 @@
-//! Products with few columns: dense and grouped, bf16 and MXFP4.
+//! Dense products with few columns, bf16 and MXFP4; those of experts are tested with `SkinnyExperts`.
 
 use half::bf16;
-use kernels::{Dispatch, Grouped, KernelError, Output, PackedWeights, Routing, SkinnyGemm, pack_bf16};
+use kernels::{KernelError, Output, PackedWeights, SkinnyGemm, pack_bf16};
 use model::reference;
 
 use crate::gpu::{BF16_ROUNDING, Gpu, Random, compare, magnitudes, sum_error, widen};
 use crate::mxfp4::Mxfp4;
-
-const TOP: usize = 4;
 
 fn pack(gpu: &Gpu, weight: &[bf16], [rows, k]: [usize; 2]) -> PackedWeights {
     pack_bf16(&gpu.kernels, &gpu.stream, gpu.upload(weight).view(), [1, rows, k], false).unwrap()
@@ -139,133 +137,10 @@ fn scales_out_of_range_are_refused_unless_the_block_is_zero() {
     assert_eq!(weights.pack(&gpu, false).unwrap_err(), KernelError::ScaleRange { blocks: 1 });
 }
 
-/// A whole mixture of experts but for the weighted sum: dispatch, gate and up with SwiGLU, down; each product checked on the inputs
-/// that it was given.
-fn check_experts(case: &str, picks: &[i32], num_experts: usize, tile_slots: usize, hidden: usize, units: usize) {
-    let Some(mut gpu) = Gpu::open() else { return };
-    let mut random = Random::new();
-    let (tokens, slots) = (picks.len() / TOP, picks.len());
-    let gate_up = Mxfp4::random(&mut random, [num_experts, 2 * units, hidden]);
-    let down = Mxfp4::random(&mut random, [num_experts, hidden, units]);
-    let (gate_up_bias, down_bias) = (random.bf16(num_experts * 2 * units, 1.0), random.bf16(num_experts * hidden, 1.0));
-    let x = random.bf16(tokens * hidden, 0.3);
-    let (packed_gate_up, packed_down) = (gate_up.pack(&gpu, true).unwrap(), down.pack(&gpu, false).unwrap());
-
-    let mut routing = Routing::new(&gpu.stream, tokens, TOP, num_experts, tile_slots).unwrap();
-    let experts = gpu.upload(picks);
-    let (device_x, device_gate_up_bias, device_down_bias) =
-        (gpu.upload(&x), gpu.upload(&gate_up_bias), gpu.upload(&down_bias));
-    let (mut activated, mut y) = (gpu.poisoned::<bf16>(slots * units), gpu.poisoned::<bf16>(slots * hidden));
-    Dispatch { experts: experts.view(), first_expert: 0, routing: &mut routing }
-        .enqueue(&gpu.kernels, &gpu.stream)
-        .unwrap();
-    SkinnyGemm {
-        weights: &packed_gate_up,
-        x: device_x.view(),
-        bias: Some(device_gate_up_bias.view()),
-        out: Output::SwiGlu(activated.view_mut()),
-        routing: Some(Grouped { routing: &routing, gather: true, settled: false }),
-        workspace: &mut gpu.workspace,
-    }
-    .enqueue(&gpu.kernels, &gpu.stream)
-    .unwrap();
-    let mut again = gpu.poisoned::<bf16>(slots * hidden);
-    for out in [&mut y, &mut again] {
-        SkinnyGemm {
-            weights: &packed_down,
-            x: activated.view(),
-            bias: Some(device_down_bias.view()),
-            out: Output::Bf16(out.view_mut()),
-            routing: Some(Grouped { routing: &routing, gather: false, settled: true }),
-            workspace: &mut gpu.workspace,
-        }
-        .enqueue(&gpu.kernels, &gpu.stream)
-        .unwrap();
-    }
-    assert_eq!(gpu.download(&y), gpu.download(&again), "{case}: the same bits every time");
-
-    let slot = gpu.stream.download(routing.slot.view()).unwrap();
-    let (activated, y) = (gpu.download(&activated), gpu.download(&y));
-    let (gate_up, down) = (gate_up.decode(), down.decode());
-    let (gate_up_bias, down_bias, x) = (widen(&gate_up_bias), widen(&down_bias), widen(&x));
-    for (pair, (expert, slot)) in picks.iter().zip(&slot).enumerate() {
-        let (expert, slot) = (*expert as usize, *slot as usize);
-        let input = &x[pair / TOP * hidden..][..hidden];
-        let matrix = &gate_up[expert * 2 * units * hidden..][..2 * units * hidden];
-        let sums = reference::linear(input, matrix, Some(&gate_up_bias[expert * 2 * units..][..2 * units]));
-        let magnitude = magnitudes(input, matrix);
-        let want = reference::swiglu(&sums, 7.0);
-        let got = &activated[slot * units..][..units];
-        // SwiGLU's slope is at most 8 x 1.1 in the gate and 7 in the up half; then one rounding, and the fast exponential.
-        compare(case, got, &want, units, |want, i| {
-            let error = sum_error(hidden) * magnitude[2 * i].max(magnitude[2 * i + 1]);
-            16.0 * error + want.abs() * (BF16_ROUNDING + 1e-5) + 1e-6
-        });
-        let matrix = &down[expert * hidden * units..][..hidden * units];
-        let want = reference::linear(got, matrix, Some(&down_bias[expert * hidden..][..hidden]));
-        let magnitude = magnitudes(got, matrix);
-        compare(case, &y[slot * hidden..][..hidden], &want, hidden, |want, i| {
-            want.abs() * BF16_ROUNDING + sum_error(units) * magnitude[i]
-        });
-    }
-}
-
 /// Small enough for compute-sanitizer.
 #[test]
 fn a_few_strips() {
     for columns in [1, 3, 8, 9, 16] {
         check_dense("few strips", columns, 144, 192);
     }
-    let picks: Vec<i32> = (0..12).flat_map(|token| [0, 1 + token % 3, 5, 6 + token % 2]).collect();
-    check_experts("few strips", &picks[..4], 8, 8, 192, 96);
-    check_experts("few strips", &picks, 8, 8, 192, 96);
-    check_experts("few strips", &picks, 8, 16, 192, 96);
-    check_experts("few strips", &[3, 1, 2, 0].repeat(30), 4, 24, 192, 96);
-}
-
-#[test]
-fn experts_of_one_token() {
-    check_experts("one token", &[7, 3, 0, 5], 8, 8, 2880, 2880);
-}
-
-#[test]
-fn experts_of_a_batch_with_empty_ones() {
-    let picks: Vec<i32> = (0..12).flat_map(|token| [0, 1 + token % 3, 5, 6 + token % 2]).collect();
-    check_experts("batch", &picks, 8, 8, 2880, 2880);
-    check_experts("batch", &picks, 8, 16, 2880, 2880);
-    check_experts("batch", &picks, 8, 24, 2880, 2880);
-}
-
-#[test]
-fn every_number_of_slots_in_a_tile() {
-    // Tokens of experts 0 to 6; expert 7 has none. Dealt out in turn, so that no token names an expert twice.
-    let counts = [1, 8, 9, 16, 17, 24, 25];
-    let tokens = counts.iter().sum::<usize>() / TOP;
-    let mut picks = vec![0; tokens * TOP];
-    let named = counts.iter().enumerate().flat_map(|(expert, count)| vec![expert as i32; *count]);
-    named.enumerate().for_each(|(i, expert)| picks[i % tokens * TOP + i / tokens] = expert);
-    for tile_slots in [16, 24] {
-        check_experts("slots of a tile", &picks, 8, tile_slots, 320, 320);
-        check_experts("slots of a tile", &picks, 8, tile_slots, 2880, 736);
-    }
-}
-
-#[test]
-fn all_tokens_to_the_same_experts() {
-    check_experts("same", &[3, 1, 2, 0].repeat(37), 4, 16, 320, 320);
-    check_experts("same", &[3, 1, 2, 0].repeat(37), 4, 24, 320, 320);
-}
-
-#[test]
-fn more_tiles_than_blocks() {
-    check_experts("tiles of one k-tile", &[3, 1, 2, 0].repeat(600), 4, 16, 64, 32);
-    check_experts("tiles of a few", &[3, 1, 2, 0].repeat(900), 4, 24, 192, 96);
-}
-
-#[test]
-fn a_shard_whose_k_ends_within_a_tile() {
-    check_experts("shard", &[3, 1, 2, 0].repeat(5), 4, 8, 320, 96);
-    check_experts("shard", &[3, 1, 2, 0].repeat(2), 4, 8, 2880, 736);
-    check_experts("shard", &[3, 1, 2, 0].repeat(12), 4, 16, 320, 96);
-    check_experts("shard", &[3, 1, 2, 0].repeat(20), 4, 24, 320, 96);
 }

@@ -171,6 +171,11 @@ __device__ __forceinline__ uint32_t load_acquire_device(const uint32_t* global) 
     return value;
 }
 
+// Adds; what this thread wrote, and what it has seen written, is visible to those who acquire the sum.
+__device__ __forceinline__ void add_release_device(uint32_t* global, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+
 // What this thread, or one that it has met at a barrier after a fence, wrote before is visible to who acquires this.
 __device__ __forceinline__ void store_release_device(uint32_t* global, uint32_t value) {
     asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
@@ -230,6 +235,13 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
 
 // A value that is the same in all lanes of the warp, in a form from which the compiler sees that it is.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) { return __reduce_or_sync(~0u, value); }
+
+// Bytes of shared memory that the launch asked for.
+__device__ __forceinline__ uint32_t dynamic_shared_bytes() {
+    uint32_t bytes;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    return bytes;
+}
 
 // --- arithmetic --------------------------------------------------------------------------------------------------------
 

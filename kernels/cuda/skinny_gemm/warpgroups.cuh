@@ -26,6 +26,7 @@ constexpr int MAX_COLUMNS = 24;
 constexpr int CHUNK_TILES = 3;
 constexpr int STAGE_BYTES = CHUNK_TILES * GROUP * packed::Mxfp4::TILE_BYTES;
 constexpr int MAX_STAGES = 8;
+constexpr int ALIGNMENT = 1024;  // of activations
 
 struct Barriers {
     uint64_t full[WARPGROUPS][MAX_STAGES], empty[WARPGROUPS][MAX_STAGES];
@@ -264,7 +265,8 @@ template <int ROOM, Epilogue E>
 __device__ void run_streams(const SkinnyArgs& args, const Line& line, uint8_t* x, Barriers& barriers) {
     const int warp = threadIdx.x / 32, warpgroup = warp < CONSUMERS ? warp / 4 : warp - CONSUMERS;
     const int x_bytes = args.strip_tiles * ROOM * 128;
-    const int stages = min(MAX_STAGES, (args.shared_bytes - x_bytes) / (WARPGROUPS * STAGE_BYTES));
+    const int ring_bytes = static_cast<int>(ptx::dynamic_shared_bytes()) - ALIGNMENT - x_bytes;
+    const int stages = min(MAX_STAGES, ring_bytes / (WARPGROUPS * STAGE_BYTES));
     uint8_t* ring = x + x_bytes + warpgroup * stages * STAGE_BYTES;
     if (warp >= CONSUMERS) {
         if (threadIdx.x % 32 == 0) produce_stream(args, line, warpgroup, ring, stages, barriers);
@@ -313,7 +315,7 @@ __device__ void run(const SkinnyArgs& args) {
         most = max(most, tile_of(args, tile_idx).z);
         begin = (tile_idx + 1) * line.tile_length();
     }
-    uint8_t* x = shared + (-ptx::shared_address(shared) & 1023);
+    uint8_t* x = shared + (-ptx::shared_address(shared) & (ALIGNMENT - 1));
     if (most <= 16) {
         run_streams<16, E>(args, line, x, barriers);
     } else {

@@ -1,4 +1,4 @@
-// What a launch of skinny_gemm works off, and how its blocks share it out.
+// What a launch of skinny_gemm or skinny_experts works off, and how its blocks share it out.
 #pragma once
 #include "../packed/epilogue.cuh"
 #include "../packed/fp8.cuh"
@@ -12,7 +12,9 @@ struct SkinnyArgs {
     const int4* tiles;           // {expert, first slot, slots, 0}; null: one tile of all `tokens`
     const int32_t* num_tiles;
     const int32_t* gather;       // row of x of a slot; null: the slot itself
-    float4* joins;               // [blocks, 4 strips, NT, 32], or as warpgroups.cuh has it; all NOTHING between launches
+    float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
+    uint32_t* done;              // of two products in one launch: groups done, by tile and counted by each finisher, zero between
+                                 // launches; or null
     uint64_t expert_bytes;       // from one expert's matrix to the next
     int32_t tokens;
     int32_t strips;              // of a matrix
@@ -23,18 +25,28 @@ struct SkinnyArgs {
     int32_t group_units;         // units of a group
     int32_t x_units;             // units whose activations are held: all of a group's, or all of a block's
     int32_t stages;
+    int32_t stage_bytes;         // of the ring: a unit's at least
     int32_t early_tiles;         // 1: `tiles` was written before the preceding kernel began
     int32_t tiles_room;          // of `tiles`
-    int32_t shared_bytes;        // for activations and rings of streams (warpgroups.cuh)
+    int32_t awaited_groups;      // of a tile, which the product before this one in the launch yields; 0: there is none
+    int32_t padding;
 };
-static_assert(sizeof(SkinnyArgs) == 128);
+static_assert(sizeof(SkinnyArgs) == 144);
+
+// Both products of experts: `out` of the first is `x` of the second. They have `stages` and `stage_bytes` in common.
+struct SkinnyExpertsArgs {
+    SkinnyArgs products[2];
+};
+static_assert(sizeof(SkinnyExpertsArgs) == 288);
 
 namespace skinny {
 
 using packed::GROUP;
 constexpr int MAX_STAGES = 16;
 constexpr int CONSUMERS = 16;
-constexpr int THREADS = (CONSUMERS + 2) * 32;
+constexpr int FINISHERS = 2;
+constexpr int STRIPS = GROUP / FINISHERS;  // of a finisher
+constexpr int THREADS = (CONSUMERS + 1 + FINISHERS) * 32;
 constexpr uint32_t NOTHING = ~0u;  // a NaN that no arithmetic yields
 
 using packed::Epilogue;
@@ -48,21 +60,35 @@ struct Barriers {
     uint64_t sums_full, sums_empty;
 };
 
-// The units [begin, end) of this block. A unit's index counts parts of groups of tiles.
+// Where a warp is in the ring.
+struct Position {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void next(const SkinnyArgs& args) {
+        if (++stage == args.stages) stage = 0, phase ^= 1;
+    }
+};
+
+// Where a consumer is: in the ring, and in handing over sums.
+struct Consumer {
+    Position at;
+    uint32_t sums_phase = 1;
+};
+
+// The units [begin, end) of this block. A unit's index counts parts of groups of tiles; times the number of blocks it is below 2^32.
 struct Range {
-    int begin, end, units, blocks;
+    uint32_t begin, end, units, blocks;
 
     __device__ Range(const SkinnyArgs& args, int num_tiles) {
         units = num_tiles * args.groups * args.group_units;
-        blocks = min(static_cast<int>(gridDim.x), units);  // so that none in between is empty
-        const bool used = static_cast<int>(blockIdx.x) < blocks;
-        begin = used ? static_cast<int64_t>(units) * blockIdx.x / blocks : 0;
-        end = used ? static_cast<int64_t>(units) * (blockIdx.x + 1) / blocks : 0;
+        blocks = min(gridDim.x, units);  // so that none in between is empty
+        const bool used = blockIdx.x < blocks;
+        begin = used ? units * blockIdx.x / blocks : 0;
+        end = used ? units * (blockIdx.x + 1) / blocks : 0;
     }
     // The block whose range contains `unit`.
-    __device__ int owner(int unit) const {
-        return static_cast<int>((static_cast<int64_t>(unit + 1) * blocks - 1) / units);
-    }
+    __device__ int owner(int unit) const { return ((unit + 1) * blocks - 1) / units; }
 };
 
 // Walks through a range without dividing at each step.
@@ -84,6 +110,15 @@ struct Cursor {
         if (++group == args.groups) group = 0, ++tile;
     }
 };
+
+// By all consumers, before they load activations of a tile: nobody reads the old ones any more, and the new ones are there.
+__device__ __forceinline__ void await_activations(const SkinnyArgs& args, int tile) {
+    if (args.awaited_groups > 0 && threadIdx.x == 0) {
+        while (ptx::load_acquire_device(args.done + tile) < static_cast<uint32_t>(args.awaited_groups * FINISHERS)) {
+        }
+    }
+    ptx::named_barrier(1, CONSUMERS * 32);
+}
 
 __device__ __forceinline__ int4 tile_of(const SkinnyArgs& args, int tile) {
     return args.tiles ? args.tiles[tile] : make_int4(0, 0, args.tokens, 0);

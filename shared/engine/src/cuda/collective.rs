@@ -71,6 +71,11 @@ pub(crate) trait Collective: Send {
     /// Whether what it enqueues may be recorded in a graph: not if the host takes part.
     fn is_recordable(&self) -> bool;
 
+    /// Whether kernels of other ranks may run beside this one's. Those whose blocks all wait for each other could then keep each other out.
+    fn shares_gpu(&self) -> bool {
+        false
+    }
+
     /// Enqueues the sum behind attention.
     ///
     /// # Errors

@@ -239,7 +239,8 @@ impl Forward<'_> {
         let pairs = tokens * top;
         let tile = expert_tile(layer.gate_up.weight.format(), pairs, model.config.num_experts);
         self.route(idx, layer, tokens, tile)?;
-        experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
+        let adds_bias = model.plan.expert_tp_rank == 0;
+        experts(self.gpu, layer, self.acts, tile, tokens, adds_bias, self.collective.shares_gpu())?;
 
         let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
         let sum = ExpertSum {

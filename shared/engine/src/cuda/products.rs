@@ -2,9 +2,10 @@
 
 use device::{Stream, View};
 use half::bf16;
-use kernels::choice::{FP8_COLUMNS, SKINNY_COLUMNS, SKINNY_TILES};
+use kernels::choice::{FP8_COLUMNS, SKINNY_COLUMNS, SKINNY_TILES, is_one_launch};
 use kernels::{
-    Format, Fp8Gemm, Fp8Output, Fp8Rows, GatherRows, Grouped, Output, PackedWeights, QuantizeRows, SkinnyGemm, TileGemm,
+    Format, Fp8Gemm, Fp8Output, Fp8Rows, GatherRows, Grouped, Output, PackedWeights, QuantizeRows, SkinnyExperts,
+    SkinnyGemm, TileGemm,
 };
 use model::{DenseFormat, ExpertFormat, ModelConfig, ShardPlan, WeightScheme};
 
@@ -87,7 +88,7 @@ pub(crate) fn dense(
 }
 
 /// The rank's experts on `tokens` tokens, those of all attention groups, dispatched into routing `tile`: fills `acts.expert_out`.
-/// `adds_bias`: whether the bias of the second product is this rank's to add.
+/// `adds_bias`: whether the bias of the second product is this rank's to add; `shares_gpu`: whether other ranks' kernels run beside.
 ///
 /// # Errors
 /// [`EngineError::Gpu`].
@@ -98,6 +99,7 @@ pub(crate) fn experts(
     tile: usize,
     tokens: usize,
     adds_bias: bool,
+    shares_gpu: bool,
 ) -> Result<(), EngineError> {
     let (kernels, stream, workspace) = (&gpu.kernels, &gpu.stream, &mut gpu.workspace);
     let Activations { normed, normed_of_all, routings, gathered, activated, expert_out, .. } = acts;
@@ -117,13 +119,26 @@ pub(crate) fn experts(
         Fp8Gemm { weights: gate_up, x: gathered, slots, bias, out, routing }.enqueue(kernels, stream)?;
         let out = Fp8Output::Bf16(expert_out.slice_mut(..pairs * hidden));
         Fp8Gemm { weights: down, x: activated, slots, bias: down_bias, out, routing }.enqueue(kernels, stream)?;
+    } else if is_one_launch(gate_up.format(), tile, shares_gpu) {
+        SkinnyExperts {
+            gate_up,
+            down,
+            x,
+            gate_up_bias: bias,
+            down_bias,
+            activated: activated.slice_mut(..pairs * units),
+            out: expert_out.slice_mut(..pairs * hidden),
+            routing,
+            workspace,
+        }
+        .enqueue(kernels, stream)?;
     } else if tile < SKINNY_TILES {
         let out = Output::SwiGlu(activated.slice_mut(..pairs * units));
-        let grouped = Some(Grouped { routing, gather: true, settled: false });
-        SkinnyGemm { weights: gate_up, x, bias, out, routing: grouped, workspace }.enqueue(kernels, stream)?;
+        let by_token = Some(Grouped { routing, gather: true, settled: false });
+        SkinnyGemm { weights: gate_up, x, bias, out, routing: by_token, workspace }.enqueue(kernels, stream)?;
         let (x, out) = (activated.slice(..pairs * units), Output::Bf16(expert_out.slice_mut(..pairs * hidden)));
-        let grouped = Some(Grouped { routing, gather: false, settled: true });
-        SkinnyGemm { weights: down, x, bias: down_bias, out, routing: grouped, workspace }.enqueue(kernels, stream)?;
+        let by_slot = Some(Grouped { routing, gather: false, settled: true });
+        SkinnyGemm { weights: down, x, bias: down_bias, out, routing: by_slot, workspace }.enqueue(kernels, stream)?;
     } else {
         let rows = gathered.slice_mut(..pairs * hidden);
         GatherRows { x, routing, out: rows, hidden }.enqueue(kernels, stream)?;

@@ -141,6 +141,10 @@ impl Collective for SharedGpus {
         false
     }
 
+    fn shares_gpu(&self) -> bool {
+        true
+    }
+
     fn add_attention(&mut self, gpu: &Gpu, sum: AttentionSum<'_>) -> Result<(), EngineError> {
         let AttentionSum { mut delta, norm, normed_of_all, tokens } = sum;
         let AddNorm { residual, weight, eps, out: mut normed } = norm;

@@ -104,6 +104,14 @@ impl Device {
         self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
     }
 
+    /// Whether kernels of other processes may run beside this one's: under the multi-process service (MPS). Without it processes take turns.
+    ///
+    /// # Errors
+    /// `Driver` if the driver will not say.
+    pub fn runs_beside_others(&self) -> Result<bool> {
+        Ok(self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED)? != 0)
+    }
+
     /// What tells this GPU from every other one, in whatever order a process sees them.
     ///
     /// # Errors

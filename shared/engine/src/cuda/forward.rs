@@ -240,7 +240,8 @@ impl Forward<'_> {
         let tile = expert_tile(layer.gate_up.weight.format(), pairs, model.config.num_experts);
         self.route(idx, layer, tokens, tile)?;
         let adds_bias = model.plan.expert_tp_rank == 0;
-        experts(self.gpu, layer, self.acts, tile, tokens, adds_bias, self.collective.shares_gpu())?;
+        let shares_gpu = self.gpu.is_shared || self.collective.shares_gpu();
+        experts(self.gpu, layer, self.acts, tile, tokens, adds_bias, shares_gpu)?;
 
         let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
         let sum = ExpertSum {

@@ -88,7 +88,7 @@ pub(crate) fn dense(
 }
 
 /// The rank's experts on `tokens` tokens, those of all attention groups, dispatched into routing `tile`: fills `acts.expert_out`.
-/// `adds_bias`: whether the bias of the second product is this rank's to add; `shares_gpu`: whether other ranks' kernels run beside.
+/// `adds_bias`: whether the bias of the second product is this rank's to add; `shares_gpu`: whether other kernels that wait for their own blocks may run beside these.
 ///
 /// # Errors
 /// [`EngineError::Gpu`].

@@ -32,6 +32,8 @@ pub(crate) struct Gpu {
     pub(crate) kernels: Kernels,
     pub(crate) workspace: Workspace,
     pub(crate) fp8: Fp8Activations,
+    /// Whether kernels of other processes may run beside this one's.
+    pub(crate) is_shared: bool,
 }
 
 impl Gpu {
@@ -41,7 +43,8 @@ impl Gpu {
         let device = Device::open(ordinal)?;
         let stream = device.stream()?;
         let (kernels, workspace) = (Kernels::load(&device)?, Workspace::new(&stream)?);
-        Ok(Self { kernels, workspace, fp8: Fp8Activations::default(), stream })
+        let is_shared = device.runs_beside_others()?;
+        Ok(Self { kernels, workspace, fp8: Fp8Activations::default(), is_shared, stream })
     }
 }
 

@@ -27,7 +27,7 @@ while [ $# -gt 0 ]; do
 done
 mkdir -p "$out"
 work=$(mktemp -d)
-up_pid=
+up_pid= seed=0
 trap 'rm -rf "$work"' EXIT
 
 # Ends the stack, if one runs; its exit code says whether every service ended well.
@@ -83,7 +83,9 @@ start() {
 get() { python3 -c 'import sys, urllib.request
 sys.stdout.write(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())' "$1" 2>>"$work/errors"; }
 
-bench() { "$binary" bench --url "$url" "$@"; }
+# After `fresh`, which gives it seeds of its own: prefill keeps prompts, and one that came before would not be computed.
+bench() { "$binary" bench --url "$url" --seed "$seed" "$@"; }
+fresh() { seed=$((seed + 100000)); }
 
 # sum NAME WORKER...: a metric over workers.
 sum() {
@@ -120,6 +122,7 @@ PY
 # kill_under_load WORKER NAME: requests run while a worker is killed; none may fail. How long until requests are served as before?
 kill_under_load() {
     local worker=$1 begin pid
+    fresh
     bench --concurrency 8 --input-tokens "$load_input" --output-tokens "$load_output" --rounds "$load_rounds" --json "$out/$2-kill-$worker.json" \
         >"$work/kill.md" 2>&1 &
     local bench_pid=$!
@@ -150,9 +153,11 @@ measure() {
     printf '\n## %s\n\n`%s`, %s\n\n' "$name" "$2" "${serve[*]}"
     start "$file" "$name"
     printf '\n### Time to the first token, one client\n\n'
+    fresh
     bench --concurrency 1 --input-tokens "$ttft_inputs" --output-tokens 16 --rounds "$ttft_rounds" --json "$out/$name-ttft.json"
     printf '\n### Throughput\n\n'
     before=$(sum damask_transfer_bytes_total $(workers prefill))
+    fresh
     bench --concurrency "$clients" --input-tokens "$load_input" --output-tokens "$load_output" --rounds "$load_rounds" --json "$out/$name-load.json"
     after=$(sum damask_transfer_bytes_total $(workers prefill))
     printf '\n### KV transfer\n\n'

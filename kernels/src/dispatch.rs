@@ -32,7 +32,7 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Room for `max_tokens` tokens. A slot count of 8 or 16 suits [`SkinnyGemm`](crate::SkinnyGemm).
+    /// Room for `max_tokens` tokens. A slot count of 8 or 16 suits [`SkinnyGemm`](crate::SkinnyGemm), one of 24 if weights are MXFP4.
     ///
     /// # Errors
     /// `Dimension` for more than 128 experts or no slots, `Device` without memory.

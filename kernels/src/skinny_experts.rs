@@ -11,8 +11,8 @@ use crate::{Grouped, Kernels, Output, Routing, SkinnyGemm, Workspace};
 /// `activated = swiglu(x[gather] gate_up^T + gate_up_bias)`, `out = activated down^T + down_bias`: a [`SkinnyGemm`] that gathers and
 /// activates, and one by slot that takes what the first gave, to the same bits.
 ///
-/// A block waits for all others, so all must be on the device at once: nothing that waits for this launch, and no other one of these, may
-/// run beside it.
+/// A block waits for all others, so all must be on the device at once: no kernel may run beside it that waits for blocks of its own, as
+/// another one of these does, or for another GPU.
 ///
 /// Plain definitions: `model::reference::{linear, swiglu}`.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct SkinnyExperts<'a> {
     pub activated: ViewMut<'a, bf16>,
     /// `[slots, hidden]`
     pub out: ViewMut<'a, bf16>,
-    /// Filled by [`Dispatch`](crate::Dispatch), with 8 slots a tile, or 16 for weights that are not MXFP4.
+    /// Filled by [`Dispatch`](crate::Dispatch), with 8 slots a tile.
     pub routing: &'a Routing,
     /// Scratch of this stream.
     pub workspace: &'a mut Workspace,
@@ -45,25 +45,25 @@ kernel_args! {
 
 const _: () = assert!(size_of::<Args>() == 288);
 
-/// Kernels by format and columns (8, 16); of MXFP4 for 8 only.
+/// Kernels by format.
 #[derive(Debug)]
 pub(crate) struct Variants {
-    bf16: [Kernel; 2],
-    mxfp4: [Kernel; 1],
-    fp8: [Kernel; 2],
+    bf16: Kernel,
+    mxfp4: Kernel,
+    fp8: Kernel,
 }
 
 impl Variants {
     pub(crate) fn load(module: &Module) -> Result<Self> {
         let kernel = |name| module.kernel(name, SHARED_BYTES as u32);
         Ok(Self {
-            bf16: [kernel("skinny_experts_bf16_n8")?, kernel("skinny_experts_bf16_n16")?],
-            mxfp4: [kernel("skinny_experts_mxfp4_n8")?],
-            fp8: [kernel("skinny_experts_fp8_n8")?, kernel("skinny_experts_fp8_n16")?],
+            bf16: kernel("skinny_experts_bf16")?,
+            mxfp4: kernel("skinny_experts_mxfp4")?,
+            fp8: kernel("skinny_experts_fp8")?,
         })
     }
 
-    const fn of(&self, format: Format) -> &[Kernel] {
+    const fn of(&self, format: Format) -> &Kernel {
         match format {
             Format::Bf16 => &self.bf16,
             Format::Mxfp4 => &self.mxfp4,
@@ -83,8 +83,7 @@ impl SkinnyExperts<'_> {
         check.dimension("formats", 1, "the same in both products", self.down.format == format)?;
         check.size("units", self.gate_up.rows, 2 * self.down.k)?;
         let (tiles, tile_slots) = (self.routing.tiles.len(), self.routing.tile_slots);
-        let streams = format == Format::Mxfp4 && tile_slots > 8;
-        check.dimension("tile slots", tile_slots, "8 for mxfp4 weights", !streams)?;
+        check.dimension("tile slots", tile_slots, "8", tile_slots == 8)?;
         check.room("counters", tiles, self.workspace.counters.len())?;
         let (Some((mut first, first_plan)), Some((mut second, second_plan))) =
             (self.first(check, kernels, stream)?, self.second(check, kernels, stream)?)
@@ -99,7 +98,7 @@ impl SkinnyExperts<'_> {
         second.awaited_groups = int(first_plan.groups);
         let plans = [&first_plan, &second_plan];
         let config = share_out(check, kernels, &mut [&mut first, &mut second], &plans)?;
-        let kernel = &kernels.skinny_experts.of(format)[first_plan.variant];
+        let kernel = kernels.skinny_experts.of(format);
         // SAFETY: as for `SkinnyGemm`, of each product; `done` has a counter for each tile that the routing has room for.
         Ok(unsafe { kernel.launch(stream, config, &Args { products: [first, second] }) }?)
     }

@@ -248,7 +248,7 @@ impl SkinnyGemm<'_> {
                 check.dimension("matrices", weights.matrices, "1 without routing", weights.matrices == 1)?;
                 check.dimension("columns", x_rows, "at most 16", x_rows <= MAX_COLUMNS)?;
                 check.size("out", x_rows * out_rows, out_len)?;
-                Ok((x_rows > 0).then_some(Columns { tile_columns: x_rows }))
+                Ok((x_rows > 0).then_some(Columns { tile_columns: x_rows, is_grouped: false }))
             }
             Some(Grouped { routing, gather, .. }) => {
                 check.size("experts", routing.num_experts, weights.matrices)?;
@@ -258,7 +258,7 @@ impl SkinnyGemm<'_> {
                 let slots = if *gather { x_rows * routing.top } else { x_rows };
                 check.room("routing", slots, routing.gather.len())?;
                 check.room("out", slots * out_rows, out_len)?;
-                Ok((slots > 0).then_some(Columns { tile_columns: routing.tile_slots }))
+                Ok((slots > 0).then_some(Columns { tile_columns: routing.tile_slots, is_grouped: true }))
             }
         }
     }
@@ -266,6 +266,7 @@ impl SkinnyGemm<'_> {
 
 struct Columns {
     tile_columns: usize,
+    is_grouped: bool,
 }
 
 /// Divides a block's memory among stages and what the products of a launch need beside them, and tells them.
@@ -357,7 +358,7 @@ impl Plan {
         let column_tiles = if columns.tile_columns <= 8 { 1 } else { 2 };
         let groups = weights.rows.div_ceil(STRIP_ROWS * GROUP);
         let longest_range = |unit_tiles: usize| (groups * tiles.div_ceil(unit_tiles)).div_ceil(multiprocessors);
-        let dense = weights.matrices == 1 && format != Format::Mxfp4;
+        let dense = !columns.is_grouped && format != Format::Mxfp4;
         let unit_tiles = match format {
             Format::Bf16 if dense => (10..=12).min_by_key(|size| longest_range(*size) * size).expect("sizes 10 to 12"),
             Format::Mxfp4 => 3 * PARTS,

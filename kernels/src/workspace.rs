@@ -16,9 +16,10 @@ pub struct Workspace {
 
 /// f32 of partial results: twice what a split `TileGemm` leaves at most, 128 rows of 128 columns for each of 132 multiprocessors.
 pub(crate) const PARTIALS: usize = 4 << 20;
-/// Counters: one for each tile of columns and block of rows of a split product.
+/// Counters, zero between kernels: for each tile of columns and block of rows of a split product, each block of one cut into pieces, each
+/// tile of slots of `SkinnyExperts`, each sequence and head of decode attention.
 pub(crate) const COUNTERS: usize = 256 << 10;
-/// f32 that blocks of `SkinnyGemm` leave to others: 8 groups of 4 strips and 24 columns for each of 256 multiprocessors.
+/// f32 that blocks of `SkinnyGemm` and `SkinnyExperts` leave to others: 8 groups of 4 strips and 24 columns for each of 256 multiprocessors.
 const JOINS: usize = 3 << 20;
 
 impl Workspace {

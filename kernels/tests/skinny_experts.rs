@@ -1,11 +1,9 @@
-//! Products of experts with few columns: each right on the inputs that it was given, and both in one launch, where that is built, the bits of
-//! two.
+//! Products of experts with few columns: each right on the inputs that it was given, and both in one launch, of tiles of 8, the bits of two.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use device::DeviceBuffer;
 use half::bf16;
-use kernels::choice::is_one_launch;
 use kernels::{
     Dispatch, Format, Fp8Source, Grouped, KernelError, Output, PackFp8, PackedWeights, Routing, SkinnyExperts,
     SkinnyGemm,
@@ -135,11 +133,7 @@ fn check(case: &str, format: Format, picks: &[i32], shape: Shape) {
         bits(gpu, [&buffers[0], &buffers[1]])
     };
     let want = two_launches(&mut gpu);
-    let launch = if is_one_launch(format, usize::from(tile_slots > 8), false) {
-        Experts::one_launch
-    } else {
-        Experts::two_launches
-    };
+    let launch = if tile_slots == 8 { Experts::one_launch } else { Experts::two_launches };
     let mut buffers = experts.poisoned(&gpu);
     for repeat in 0..REPEATS {
         for buffer in &mut buffers {

@@ -4,7 +4,7 @@
 #   tests/gpu/two_gpus.sh build DIR              here: builds the binaries, strips them, and puts them into DIR
 #   tests/gpu/two_gpus.sh run DIR OUT [PART..]   there: runs parts, all by default, from a checkout; builds nothing. OUT receives logs and tables
 #
-# With DAMASK_TEST_GPUS=1, the parts doctor, contract, kernels, engine, chat and schemes run on one card, whose ranks share it.
+# On one card, whose ranks then share it: DAMASK_TEST_GPUS=1, and the parts doctor contract kernels engine chat schemes by name.
 # Needs bash, python3 (its standard library) and NCCL where the loader finds it. Parts, with minutes on two H200:
 #   doctor     0.5  damask doctor
 #   contract   1    the transport contract over every transport, NCCL included

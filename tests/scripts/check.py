@@ -37,9 +37,9 @@ class Case(unittest.TestCase):
         environment = os.environ | {"PATH": f"{self.bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0,1"} | environment
         return subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
-    def gates(self, part):
+    def gates(self, part, gpus="2"):
         """(exit code, lines PASS or FAIL) of a part of two_gpus.sh."""
-        done = self.run_script(GPU_DIR / "two_gpus.sh", "run", self.bin, self.folder / "out", part)
+        done = self.run_script(GPU_DIR / "two_gpus.sh", "run", self.bin, self.folder / "out", part, DAMASK_TEST_GPUS=gpus)
         return done.returncode, (self.folder / "out/gates.txt").read_text().splitlines()
 
 
@@ -87,6 +87,12 @@ class TwoGpus(Case):
         code, lines = self.gates("kernels")
         self.assertEqual((code, len(lines)), (0, 5), lines)
 
+    def test_on_one_card_no_test_is_promised_two(self):
+        for name in ("kernels", "driver"):
+            self.program(name, f'[ "$DAMASK_TEST_GPUS" = 1 ] && {TESTS_PASS}')
+        code, lines = self.gates("kernels", gpus="1")
+        self.assertEqual((code, len(lines)), (0, 3), lines)
+
     def test_one_of_two_scripts_that_crashes_fails(self):
         # The script of one transport passes, the other's ends with a traceback.
         self.program("python3", 'case "$*" in *nccl*) echo Traceback; exit 1 ;; *) echo "PASS kills" ;; esac')
@@ -100,9 +106,9 @@ class TwoGpus(Case):
         self.assertEqual((code, lines), (1, ["FAIL load: exit code 139", "PASS the first"]))
 
     def test_chat_fails_with_either_of_its_runs(self):
-        for fails in ("--reuse", "--transport auto chat", "damask chat"):
-            self.program("python3", f'echo "PASS a run"; [[ "$*" != *"{fails}"* ]] || {{ echo "FAIL a run"; exit 1; }}')
-            self.assertEqual(self.gates("chat")[0], 1, fails)
+        for run in ('"$*" = *--reuse*', '"$*" != *--reuse*'):
+            self.program("python3", f'echo "PASS a run"; [[ {run} ]] && kill -SEGV $$; exit 0')
+            self.assertEqual(self.gates("chat"), (1, ["FAIL chat: exit code 139", "PASS a run", "PASS a run"]), run)
 
     def test_a_scheme_that_fails_is_named(self):
         self.program("python3", 'echo "PASS chat x"; [ "$DAMASK_DECODE__WEIGHTS__EXPERTS/$DAMASK_PREFILL__WEIGHTS__DENSE" != fp8/fp8 ]')

@@ -10,17 +10,16 @@
 //
 // Consumers wait for the activations of a tile of slots until all its groups of the first product have been counted as done. Blocks that
 // are waited for run: all blocks of a launch fit the device at once, and each has done its part of the first product before it waits. That
-// holds where nothing that waits in turn takes part of the device: two of these launches on two streams could keep each other out.
+// holds where no kernel beside this one waits for blocks of its own or for another GPU: two of these launches on two streams could keep
+// each other out.
 //
 // Shared memory: as skinny_gemm; each part as large as the product needs that needs more of it.
 #include "../skinny_gemm/block.cuh"
 
-#define SKINNY_EXPERTS(name, format, nt)                                                                                   \
+#define SKINNY_EXPERTS(name, format)                                                                                       \
     extern "C" __global__ void __launch_bounds__(skinny::THREADS, 1) name(const __grid_constant__ SkinnyExpertsArgs args) { \
-        skinny::run_block<packed::format, nt, packed::Epilogue::SWIGLU, 2>(args.products);                                  \
+        skinny::run_block<packed::format, 1, packed::Epilogue::SWIGLU, 2>(args.products);                                   \
     }
-SKINNY_EXPERTS(skinny_experts_bf16_n8, Bf16, 1)
-SKINNY_EXPERTS(skinny_experts_bf16_n16, Bf16, 2)
-SKINNY_EXPERTS(skinny_experts_mxfp4_n8, Mxfp4, 1)
-SKINNY_EXPERTS(skinny_experts_fp8_n8, Fp8, 1)
-SKINNY_EXPERTS(skinny_experts_fp8_n16, Fp8, 2)
+SKINNY_EXPERTS(skinny_experts_bf16, Bf16)
+SKINNY_EXPERTS(skinny_experts_mxfp4, Mxfp4)
+SKINNY_EXPERTS(skinny_experts_fp8, Fp8)

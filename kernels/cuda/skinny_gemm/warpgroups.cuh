@@ -231,7 +231,7 @@ __device__ void consume_stream(const SkinnyArgs& args, const Line& line, int til
             release();
             ptx::wgmma_wait<1>();
             multiply(last, low + 2 * TILE_DESCRIPTOR, a[0]);
-            ptx::wgmma_wait<0>();  // other warpgroups fill the gap
+            ptx::wgmma_wait_all();  // other warpgroups fill the gap
         }
         if (k < end) {
             ptx::mbarrier_wait(full + 8 * at.stage, at.phase);
@@ -239,7 +239,7 @@ __device__ void consume_stream(const SkinnyArgs& args, const Line& line, int til
             for (; k < end; ++k, weights += stride) {
                 uint32_t a[4][4];
                 multiply(Format::load_words(weights, lane), ptx::uniform(columns + k * TILE_DESCRIPTOR), a);
-                ptx::wgmma_wait<0>();
+                ptx::wgmma_wait_all();
             }
             release();
         }

@@ -12,7 +12,7 @@ struct SkinnyArgs {
     const int4* tiles;           // {expert, first slot, slots, 0}; null: one tile of all `tokens`
     const int32_t* num_tiles;
     const int32_t* gather;       // row of x of a slot; null: the slot itself
-    float4* joins;               // [blocks, 4 strips, NT, 32], all NOTHING between launches
+    float4* joins;               // [blocks, 4 strips, NT, 32] (of streams as warpgroups.cuh says), all NOTHING between launches
     uint32_t* done;              // of two products in one launch: groups done, by tile and counted by each finisher, zero between
                                  // launches; or null
     uint64_t expert_bytes;       // from one expert's matrix to the next

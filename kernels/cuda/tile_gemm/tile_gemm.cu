@@ -7,7 +7,8 @@
 // Bound by the tensor cores from about 100 columns on. A tile is 128 weight rows x NT columns: weights are the A operand, unpacked
 // into registers, activations the B operand, in shared memory. Persistent blocks of 2 consumer warpgroups (64 rows each) and a
 // producer warpgroup, of which a thread in each of three warps works: each keeps its own kind of copy for `stages` stages, of one step of
-// 64 along k or two, in flight, across tiles, so that an epilogue hides the next tile's start. (One thread for all could not issue them fast enough.)
+// 64 along k or two, in flight, across tiles, so that an epilogue hides the next tile's start. (One for all could not issue them fast
+// enough.)
 //
 // Tiles of MXFP4 experts may have any number of columns: what one lacks of NT is neither fetched nor multiplied, in steps of NT / 4.
 //

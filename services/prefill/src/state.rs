@@ -57,6 +57,7 @@ struct Job {
     events: mpsc::Sender<Result<PrefillEvent, PrefillError>>,
     prompt_tokens: u32,
     submitted_at: Instant,
+    /// When the first of its KV was sent from the cache, or else its first chunk launched: the end of its time in the queue.
     started_at: Option<Instant>,
     computed_at: Option<Instant>,
     /// What the decode worker acknowledged.

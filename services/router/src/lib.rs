@@ -86,7 +86,7 @@ fn admin(pool: &Arc<WorkerPool>, tasks: &Tasks, registry: Metrics) -> Admin {
             if shutdown.is_draining() {
                 return Err(RequestError::Draining.to_string());
             }
-            pool.served().map(|_| ()).ok_or_else(|| format!("{}: {}", RequestError::NoPair, pool.why_no_pair()))
+            pool.serves().map_err(|why| format!("{}: {why}", RequestError::NoPair))
         }),
         metrics: registry,
     }

@@ -212,9 +212,10 @@ impl WorkerPool {
         self.lock().fleet.served()
     }
 
-    /// Why nothing can be.
-    pub(crate) fn why_no_pair(&self) -> String {
-        self.lock().fleet.why_no_pair()
+    /// Whether anything can be, or why not: see [`Fleet::why_no_pair`](crate::fleet::Fleet::why_no_pair).
+    pub(crate) fn serves(&self) -> Result<(), String> {
+        let state = self.lock();
+        if state.fleet.served().is_some() { Ok(()) } else { Err(state.fleet.why_no_pair()) }
     }
 
     pub(crate) fn has_pair(&self, model: &ModelKey) -> bool {

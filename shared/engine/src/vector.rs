@@ -175,7 +175,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     } else if x > HIGH {
         f32::INFINITY
     } else if x.is_nan() {
-        x // which `clamped` is not
+        x // comparisons with NaN are false, so `clamped` is `HIGH`
     } else {
         y
     }

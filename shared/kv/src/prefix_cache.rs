@@ -103,6 +103,7 @@ pub struct PrefixCache {
     next_node: u64,
     /// Nodes without children, by their last use.
     leaves: BTreeSet<(u64, NodeId)>,
+    /// Boundaries, by what they are worth.
     boundaries: BTreeSet<(Worth, NodeId)>,
     uses: u64,
     counts: PrefixCounts,
@@ -137,21 +138,22 @@ impl PrefixCache {
         let hit = self.last_boundary(&path).filter(|hit| self.fits(hit, &demand(context_tokens - self.tokens(hit))));
         let reused_tokens = hit.map_or(0, |hit| self.tokens(hit));
         let boundaries = self.wanted(context, &path, reused_tokens);
-        if let Some(end) = hit.and_then(|hit| hit.last().copied()) {
-            self.resume_at(end, !boundaries.is_empty());
-        }
         // From here on these pages are read, so they are not let go of for the others.
         let full: Vec<_> = hit.into_iter().flatten().map(|id| self.nodes[id].page.read()).collect();
         let window = hit.and_then(|hit| self.nodes[hit.last()?].window.as_ref()).into_iter().flatten();
         let window: Vec<_> = window.map(CachedPage::read).collect();
+        let end = hit.and_then(|hit| hit.last().copied());
         let reserve = self.reserve(demand(context_tokens - reused_tokens))?;
+        if let Some(end) = end {
+            self.resume_at(end, !boundaries.is_empty());
+        }
         let pages = if reused_tokens > 0 { reserve.resume(reused_tokens, full, window) } else { reserve.start() };
         self.counts.looked_up_tokens += u64::from(context_tokens);
         self.counts.reused_tokens += u64::from(reused_tokens);
         Ok(Start { pages, reused_tokens, boundaries })
     }
 
-    /// Tokens that a sequence would reuse if it began now.
+    /// Tokens that a sequence would reuse if it began now, unless the window pool is too small to resume there. Does not count as a use.
     #[must_use]
     pub fn cached_tokens(&self, context: Context<'_>) -> u32 {
         let path = self.walk(context, self.last_page_end(context.tokens.len() as u32));
@@ -380,7 +382,8 @@ impl PrefixCache {
         windows.flatten().map(CachedPage::id).collect::<BTreeSet<PageId>>().len() as u32
     }
 
-    /// Lets go of the leaf that was used least recently and that nobody reads, or of the boundary worth least with a page that nobody reads. Whether there was one.
+    /// Lets go of the least recently used leaf that nobody reads, or of the boundary worth least that has a page nobody reads. Whether there was
+    /// one.
     fn evict(&mut self, group: PageGroup) -> bool {
         match group {
             PageGroup::Full => {

@@ -205,7 +205,7 @@ impl DecodeScheduler {
             groups: slots.groups().map(group).collect(),
             sequences: BTreeMap::new(),
             recent: RecentTickets::new(config.remembered_tickets as usize),
-            in_flight: StepsInFlight::new(config.lookahead),
+            in_flight: StepsInFlight::new(1 + usize::from(config.lookahead)),
             numbers: NumberWatch::default(),
             unbind: Vec::new(),
             draining: false,

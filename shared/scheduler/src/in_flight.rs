@@ -65,9 +65,9 @@ pub(crate) struct StepsInFlight {
 }
 
 impl StepsInFlight {
-    /// With `lookahead`, one step may be planned while another runs.
-    pub(crate) fn new(lookahead: bool) -> Self {
-        Self { most: 1 + usize::from(lookahead), next_step: 0, steps: VecDeque::new() }
+    /// At most `most` steps are planned and not complete.
+    pub(crate) fn new(most: usize) -> Self {
+        Self { most, next_step: 0, steps: VecDeque::new() }
     }
 
     pub(crate) fn is_full(&self) -> bool {

@@ -79,7 +79,7 @@ impl PrefillScheduler {
             queue: VecDeque::new(),
             prompts: Vec::new(),
             recent: RecentTickets::new(config.remembered_tickets as usize),
-            in_flight: StepsInFlight::new(false),
+            in_flight: StepsInFlight::new(1),
             numbers: NumberWatch::default(),
             unbind: Vec::new(),
             draining: false,
@@ -165,10 +165,10 @@ impl PrefillScheduler {
         Ok(Start { pages, reused_tokens: 0, boundaries: Vec::new() })
     }
 
-    /// Takes in what the oldest step in flight yielded: a [`PrefillAction::FirstToken`] if it was a last chunk.
+    /// Takes in what the step in flight yielded: a [`PrefillAction::FirstToken`] if it was a last chunk.
     ///
     /// # Errors
-    /// [`StepMismatch`] when the output is not that of the oldest step in flight, or when no prompt has logits that are numbers: the engine is
+    /// [`StepMismatch`] when the output is not that of the step in flight, or when no prompt has logits that are numbers: the engine is
     /// broken.
     pub fn complete(&mut self, output: StepOutput, out: &mut Vec<PrefillAction>) -> Result<(), StepMismatch> {
         let step = output.step;

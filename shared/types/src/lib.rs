@@ -1,4 +1,4 @@
-//! The words that every crate shares: ids, requests, sampled tokens, layouts, error classes.
+//! The words that every crate shares: ids, requests, sampled tokens, layouts, error classes, made-up numbers.
 //!
 //! Knows: what a request *is*. Must not know: how it travels (`wire`), where its KV lives (`kv`), how it is
 //! computed (`engine`), or any text format (`format`). No I/O, no clock.

@@ -28,12 +28,12 @@ pub struct OpenModel {
     masked_tokens: Vec<Range<TokenId>>,
 }
 
-/// How many full pages a worker could use.
+/// How many pages a worker could use; full ones where nothing else is said.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PagesWanted {
     /// By one sequence of the longest kind: at least so many are needed.
     pub longest: u32,
-    /// By all sequences that there may be: more would be of no use.
+    /// By all sequences that there may be: more would be of no use. `u32::MAX` where what is kept of prompts uses any number.
     pub most: u32,
     /// On the CPU, where memory is what the machine has.
     pub on_cpu: u32,
@@ -194,7 +194,7 @@ impl OpenModel {
         })
     }
 
-    /// On a GPU as many as fit into the share of its memory, up to `most`.
+    /// On a GPU as many as fit into the share of its memory beside all window pages, up to `most`.
     fn full_pages(&self, config: &EngineConfig, sizing: PagesWanted) -> Result<u32, WorkerError> {
         let PagesWanted { longest, most, on_cpu, gpu_memory_share: share, .. } = sizing;
         if config.backend != Backend::Cuda {
@@ -215,6 +215,7 @@ impl OpenModel {
             )));
         }
         let fit = fit.min(most.into()) as u32;
+        // Counted for more full pages than will be left, so the window pages of `settle` fit in any case.
         let beside_kept = needs.full_pages_within(bytes, config.window_pages + sizing.kept_window_pages(fit));
         Ok(beside_kept.min(fit.into()) as u32)
     }

@@ -88,7 +88,8 @@ pub(crate) fn dense(
 }
 
 /// The rank's experts on `tokens` tokens, those of all attention groups, dispatched into routing `tile`: fills `acts.expert_out`.
-/// `adds_bias`: whether the bias of the second product is this rank's to add; `shares_gpu`: whether other kernels that wait for their own blocks may run beside these.
+/// `adds_bias`: whether the bias of the second product is this rank's to add; `shares_gpu`: whether other kernels whose blocks wait for
+/// each other, or for another GPU's, may run beside these.
 ///
 /// # Errors
 /// [`EngineError::Gpu`].
@@ -119,7 +120,7 @@ pub(crate) fn experts(
         Fp8Gemm { weights: gate_up, x: gathered, slots, bias, out, routing }.enqueue(kernels, stream)?;
         let out = Fp8Output::Bf16(expert_out.slice_mut(..pairs * hidden));
         Fp8Gemm { weights: down, x: activated, slots, bias: down_bias, out, routing }.enqueue(kernels, stream)?;
-    } else if is_one_launch(gate_up.format(), tile, shares_gpu) {
+    } else if is_one_launch(tile, pairs, shares_gpu) {
         SkinnyExperts {
             gate_up,
             down,

@@ -32,7 +32,8 @@ pub(crate) struct Gpu {
     pub(crate) kernels: Kernels,
     pub(crate) workspace: Workspace,
     pub(crate) fp8: Fp8Activations,
-    /// Whether kernels of other processes may run beside this one's.
+    /// Whether kernels that wait for blocks of their own, or for another GPU, may run beside this rank's: those of other processes (MPS), or
+    /// NCCL's that send KV, whose receivers may be waited for in turn.
     pub(crate) is_shared: bool,
 }
 
@@ -131,6 +132,7 @@ impl CudaRank {
         let max_context = options.max_context_tokens as usize;
         let acts = Activations::new(&stream, config, &plan, tokens, logit_rows)?;
         let sizes = Sizes { hidden: config.hidden_size, max_tokens: tokens, vocab: config.vocab_size };
+        gpu.is_shared |= listener.is_some();
         gpu.fp8 = Fp8Activations::new(&stream, config, &plan, options.scheme, tokens)?;
         let mut rank = Self {
             collective: meeting.join(&gpu, &plan, sizes, &acts.logits)?,

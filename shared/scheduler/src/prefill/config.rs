@@ -17,7 +17,7 @@ pub struct PrefillConfig {
     pub chunk_tokens: u32,
     /// Pages of the full-attention group.
     pub full_pages: u32,
-    /// Pages of the window group; [`PrefillConfig::window_pages_per_prompt`] for each prompt of the longest kind.
+    /// Pages of the window group: [`PrefillConfig::window_pages_per_prompt`] for each prompt of the longest kind, and those of boundaries kept.
     pub window_pages: u32,
     /// Keep pages of prompts for prompts that begin alike.
     pub prefix_reuse: bool,

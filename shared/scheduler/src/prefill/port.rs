@@ -38,8 +38,8 @@ pub enum PrefillAction {
         /// Why the sequence ends here, if it does.
         finish: Option<FinishReason>,
     },
-    /// Stop sending for this ticket, tell the decode worker, then call [`transfer_ended`](super::PrefillScheduler::transfer_ended): until then its pages are
-    /// pinned.
+    /// Stop sending for this ticket, tell the decode worker, then call [`transfer_ended`](super::PrefillScheduler::transfer_ended): until
+    /// then its pages are pinned.
     AbortTransfer {
         /// Which.
         ticket: TicketId,
@@ -162,7 +162,7 @@ pub struct PrefillCounts {
     pub sending: u32,
     /// Prompts that are over, whose pages somebody may still read.
     pub pinned: u32,
-    /// Tokens that wait to be planned, of the one being computed and of queued prompts; of these, what was not cached when they came.
+    /// Tokens still to be planned: of the prompt being computed, and of each queued prompt what was not cached when it was handed in.
     pub pending_tokens: u64,
     /// Full-attention pages.
     pub full: PoolCounts,

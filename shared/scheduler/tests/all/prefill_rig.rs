@@ -103,6 +103,7 @@ impl PrefillRig {
 
     pub(crate) fn plan(&mut self) -> bool {
         let Some(step) = self.scheduler.plan() else { return false };
+        assert!(self.steps.is_empty(), "one step is in flight");
         assert_eq!(step.plan.rows.len(), 1, "one prompt at a time");
         if !step.plan.bind.is_empty() {
             self.began.push(step.ticket);
@@ -145,9 +146,8 @@ impl PrefillRig {
     /// Steps until nothing more can be planned.
     pub(crate) fn run(&mut self) {
         loop {
-            let planned = self.plan();
             self.plan();
-            if !self.complete() && !planned {
+            if !self.complete() {
                 return;
             }
         }

@@ -38,7 +38,7 @@ pub fn expert_tile(format: Format, pairs: usize, experts: usize) -> usize {
 }
 
 /// Pairs of token and expert up to which both products are one launch. With more the second one's first weights count for less, and
-/// blocks that wait for all others for more: steps of 120b took 3.6 % less than before at one token, as long at 8 and 2.7 % longer at 16.
+/// blocks that wait for all others for more: steps of 120b took 3.8 % less than before at one token, as long at 8 and 2.7 % longer at 16.
 const ONE_LAUNCH_PAIRS: usize = 32;
 
 /// Whether both products of experts, for `pairs` in tiles of [`EXPERT_TILES`]`[tile]`, are one launch of

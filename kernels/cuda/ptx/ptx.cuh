@@ -59,6 +59,16 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t phase) 
 }
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase) { mbarrier_wait(shared_address(barrier), phase); }
 
+// Where one is in a ring of stages, each with a barrier that is full and one that is empty.
+struct RingPosition {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void next(int stages) {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    }
+};
+
 // A barrier among `threads` threads of the block; `id` 1 to 15.
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -7,7 +7,7 @@ namespace skinny {
 // The units of one product, by one thread; `tile` is the one whose `expert` is known, or -1.
 template <class Format>
 __device__ void fetch_units(const SkinnyArgs& args, const Range& range, int tile, int expert, uint8_t* ring, Barriers& barriers,
-                            Position& at) {
+                            ptx::RingPosition& at) {
     for (Cursor unit(args, range.begin); unit.index < range.end; unit.next(args)) {
         const int first = unit.part * args.unit_tiles, strips = min(GROUP, args.strips - unit.group * GROUP);
         const uint32_t bytes = min(args.unit_tiles, args.strip_tiles - first) * strips * Format::TILE_BYTES;
@@ -18,7 +18,7 @@ __device__ void fetch_units(const SkinnyArgs& args, const Range& range, int tile
         ptx::bulk_copy_once(ring + at.stage * args.stage_bytes,
                             args.weights + expert * args.expert_bytes + tiles * Format::TILE_BYTES, bytes,
                             &barriers.full[at.stage]);
-        at.next(args);
+        at.next(args.stages);
     }
 }
 
@@ -33,7 +33,7 @@ __device__ void produce(const SkinnyArgs* products, uint8_t* ring, Barriers& bar
         expert = lane < products[0].tiles_room ? products[0].tiles[lane].x : 0;
         num_tiles = *products[0].num_tiles;
     }
-    Position at;
+    ptx::RingPosition at;
 #pragma unroll 1
     for (int i = 0; i < N; ++i) {
         const Range range(products[i], num_tiles);

@@ -52,21 +52,12 @@ struct Line {
     __device__ bool is_first(int tile, int block) const { return begin_of(block) >= tile * tile_length(); }
 };
 
-// Where a stream is in its ring.
-struct Position {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ void next(int stages) {
-        if (++stage == stages) stage = 0, phase ^= 1;
-    }
-};
-
 // By a thread of each producer warp.
 __device__ void produce_stream(const SkinnyArgs& args, const Line& line, int warpgroup, uint8_t* ring, int stages,
                                Barriers& barriers) {
     constexpr int TILE_BYTES = packed::Mxfp4::TILE_BYTES;
     uint64_t *full = barriers.full[warpgroup], *empty = barriers.empty[warpgroup];
-    Position at;
+    ptx::RingPosition at;
     const int end_of_block = line.begin_of(blockIdx.x + 1);
     for (int begin = line.begin_of(blockIdx.x); begin < end_of_block;) {
         const int tile = begin / line.tile_length();
@@ -186,7 +177,7 @@ __device__ void write_sums(const SkinnyArgs& args, const int4& tile, int strip, 
 // Works off this warpgroup's stream of a tile of slots, with COLUMNS of its columns.
 template <int COLUMNS, int ROOM, Epilogue E>
 __device__ void consume_stream(const SkinnyArgs& args, const Line& line, int tile_idx, const uint8_t* ring, int stages, uint32_t x,
-                               Barriers& barriers, Position& at) {
+                               Barriers& barriers, ptx::RingPosition& at) {
     using Format = packed::Mxfp4;
     constexpr uint32_t TILE_DESCRIPTOR = ROOM * 128 / 16;  // from one k-tile's columns to the next one's
     const int lane = threadIdx.x % 32, in_group = threadIdx.x / 32 % GROUP, warpgroup = threadIdx.x / 128;
@@ -273,7 +264,7 @@ __device__ void run_streams(const SkinnyArgs& args, const Line& line, uint8_t* x
         return;
     }
     const uint32_t columns = ptx::shared_address(x);
-    Position at;
+    ptx::RingPosition at;
     const int end_of_block = line.begin_of(blockIdx.x + 1);
     for (int begin = line.begin_of(blockIdx.x); begin < end_of_block;) {
         const int tile_idx = begin / line.tile_length();

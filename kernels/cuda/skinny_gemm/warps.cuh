@@ -70,7 +70,7 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
     const int pair = warp % 2, my_part = warp / 2;
     float acc[2][NT][4] = {};
     int loaded = -1, live = 0;
-    Position& at = consumer.at;
+    ptx::RingPosition& at = consumer.at;
     uint32_t& sums_phase = consumer.sums_phase;
     Cursor unit(args, range.begin);
     const int first_unit = unit.part;
@@ -130,7 +130,7 @@ __device__ void consume(const SkinnyArgs& args, const Range& range, const uint8_
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&barriers.empty[at.stage]);
-        at.next(args);
+        at.next(args.stages);
 
         if (unit.part + 1 == args.group_units || unit.index + 1 == range.end) {
             ptx::mbarrier_wait(&barriers.sums_empty, sums_phase);

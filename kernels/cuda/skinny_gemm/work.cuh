@@ -60,19 +60,9 @@ struct Barriers {
     uint64_t sums_full, sums_empty;
 };
 
-// Where a warp is in the ring.
-struct Position {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void next(const SkinnyArgs& args) {
-        if (++stage == args.stages) stage = 0, phase ^= 1;
-    }
-};
-
 // Where a consumer is: in the ring, and in handing over sums.
 struct Consumer {
-    Position at;
+    ptx::RingPosition at;
     uint32_t sums_phase = 1;
 };
 

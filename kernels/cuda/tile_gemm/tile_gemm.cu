@@ -272,15 +272,6 @@ __device__ bool join_pieces(const TileArgs& args, const Line<Format, NT>& line, 
     return true;
 }
 
-// Where the consumers are in the ring.
-struct Position {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ void next(int stages) {
-        if (++stage == stages) stage = 0, phase ^= 1;
-    }
-};
-
 // acc += the products of `left` steps from `at` on, two a stage: `multiply`, below, for few columns of MXFP4.
 //
 // What bounds this is the number of instructions: unpacking takes 60 a step, all else some 30. So addresses are sums of few terms, and
@@ -288,7 +279,7 @@ struct Position {
 // each, from lanes to the uniform unit.
 template <class Format, int NT, int COLUMNS>
 __device__ __forceinline__ void multiply_stages(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers,
-                                                int tile_stride, int left, Position& at, float (&acc)[COLUMNS / 2]) {
+                                                int tile_stride, int left, ptx::RingPosition& at, float (&acc)[COLUMNS / 2]) {
     constexpr int STAGE_BYTES = 2 * STRIPS * STEP_BYTES<Format>, STEP_DESCRIPTOR = NT * 128 / 16;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / packed::GROUP, in_group = warp % packed::GROUP;
     const uint8_t* mine = weights + 2 * group * packed::GROUP * STEP_BYTES<Format> + in_group * Format::TILE_BYTES;
@@ -340,9 +331,9 @@ __device__ __forceinline__ void multiply_stages(const TileArgs& args, const uint
 // Few columns: a batch of DEPTH steps is unpacked, then multiplied; other warps fill the gaps.
 template <class Format, int NT, int COLUMNS>
 __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers, int tile_stride,
-                         const float* scales, int step, int left, Position& at, float (&acc)[COLUMNS / 2]) {
+                         const float* scales, int step, int left, ptx::RingPosition& at, float (&acc)[COLUMNS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_group = warp % packed::GROUP;
-    const auto unpack = [&](const Position& position, uint32_t(&a)[4][4]) {
+    const auto unpack = [&](const ptx::RingPosition& position, uint32_t(&a)[4][4]) {
         float scale = 1.0f;
         if constexpr (Format::BLOCK_SCALES) scale = __ldg(scales + step++ / 2);
         ptx::mbarrier_wait(&barriers.full[position.stage], position.phase);
@@ -353,7 +344,7 @@ __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* 
             Format::scaled_fragments(group + in_group * Format::TILE_BYTES, tile_stride, lane, a);
         }
     };
-    const auto issue = [&](const Position& position, const uint32_t(&a)[4][4]) {
+    const auto issue = [&](const ptx::RingPosition& position, const uint32_t(&a)[4][4]) {
         const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(x) + position.stage * NT * 128);
         const uint32_t low = static_cast<uint32_t>(b), high = static_cast<uint32_t>(b >> 32);
 #pragma unroll
@@ -371,7 +362,7 @@ __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* 
         constexpr int DEPTH = NT == 32 ? 3 : 2;
         uint32_t a[DEPTH][4][4];
         for (; left >= DEPTH; left -= DEPTH) {
-            Position ahead = at;
+            ptx::RingPosition ahead = at;
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) unpack(ahead, a[d]), ahead.next(args.stages);
             ahead = at;
@@ -398,7 +389,7 @@ __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* 
             ptx::wgmma_fence();
             issue(at, now);
             ptx::wgmma_commit();
-            Position following = at;
+            ptx::RingPosition following = at;
             following.next(args.stages);
             if (more) unpack(following, next);
             ptx::wgmma_wait_all();
@@ -414,7 +405,7 @@ __device__ void multiply(const TileArgs& args, const uint8_t* x, const uint8_t* 
 
 template <class Format, int NT, int COLUMNS, packed::Epilogue E>
 __device__ void compute(const TileArgs& args, const Line<Format, NT>& line, const Work& work, const uint8_t* x,
-                        const uint8_t* weights, Barriers& barriers, Position& at) {
+                        const uint8_t* weights, Barriers& barriers, ptx::RingPosition& at) {
     // A group that does not exist yields sums that nobody reads.
     const int group_strips = args.strips - work.row_block * STRIPS - threadIdx.x / 32 / packed::GROUP * packed::GROUP;
     const int tile_stride = max(0, min(packed::GROUP, group_strips)) * Format::TILE_BYTES;
@@ -440,7 +431,7 @@ __device__ void compute(const TileArgs& args, const Line<Format, NT>& line, cons
 template <class Format, int NT, packed::Epilogue E>
 __device__ void consume(const TileArgs& args, const uint8_t* x, const uint8_t* weights, Barriers& barriers) {
     constexpr int STEP = BOX<Format, NT>;
-    Position at;
+    ptx::RingPosition at;
     for (Line<Format, NT> line(args); line.at < line.end;) {
         const Work work = line.work();
         if (STEP < NT && work.tile.z <= STEP) {

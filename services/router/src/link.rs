@@ -39,7 +39,6 @@ async fn open(pool: Arc<WorkerPool>, order: LinkOrder<Channel>) {
 
 async fn until_open(pool: &WorkerPool, order: &LinkOrder<Channel>) {
     let mut retry = RETRY_MIN;
-    let mut told = None;
     loop {
         let request = pb::LinkRequest {
             decode: Some(order.decode.clone().into()),
@@ -52,12 +51,10 @@ async fn until_open(pool: &WorkerPool, order: &LinkOrder<Channel>) {
             Err(_) => format!("no answer for {ANSWER_MAX:?}"),
         };
         // The same words again and again would drown others.
-        if told.as_ref() != Some(&reason) {
+        if pool.on_link_failed(order.pair, &reason) {
             tracing::warn!(
                 prefill = %order.prefill, decode = %order.decode, reason, "no way for kv between these workers, trying on"
             );
-            pool.on_link_failed(order.pair, reason.clone());
-            told = Some(reason);
         }
         tokio::time::sleep(retry).await;
         retry = (retry * 2).min(RETRY_MAX);

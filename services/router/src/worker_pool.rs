@@ -197,8 +197,8 @@ impl WorkerPool {
         self.fleet_changed();
     }
 
-    pub(crate) fn on_link_failed(&self, pair: PairNo, reason: String) {
-        self.lock().fleet.on_link_failed(pair, reason);
+    pub(crate) fn on_link_failed(&self, pair: PairNo, reason: &str) -> bool {
+        self.lock().fleet.on_link_failed(pair, reason)
     }
 
     fn fleet_changed(self: &Arc<Self>) {

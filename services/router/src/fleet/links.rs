@@ -62,11 +62,12 @@ impl<L: Clone> Fleet<L> {
         }
     }
 
-    /// An attempt to open the way of KV of a pair has failed; there will be others.
-    pub fn on_link_failed(&mut self, pair: PairNo, reason: String) {
-        if let Some(Link::Ordered { trouble }) = self.links.get_mut(&pair) {
-            *trouble = Some(reason);
-        }
+    /// An attempt to open the way of KV of a pair has failed; there will be others. Whether the last one failed otherwise, or there was none.
+    pub fn on_link_failed(&mut self, pair: PairNo, reason: &str) -> bool {
+        let Some(Link::Ordered { trouble }) = self.links.get_mut(&pair) else { return false };
+        let is_new = trouble.as_deref() != Some(reason);
+        *trouble = Some(reason.to_owned());
+        is_new
     }
 
     /// The way of KV of two workers has failed: they are no pair until it was opened anew.

@@ -51,9 +51,14 @@ impl Bench {
     }
 
     /// The worker `name` reports from the address `name:1`.
-    fn says(&mut self, report: WorkerReport) {
+    fn hears(&mut self, report: WorkerReport) {
         let address = Address::new(&*report.description.peer.worker.0, 1);
         self.fleet.on_report(report.description.role, &address, &(), report).unwrap();
+    }
+
+    /// The same, and every way that is to be opened is open.
+    fn says(&mut self, report: WorkerReport) {
+        self.hears(report);
         for order in self.fleet.to_link() {
             self.fleet.on_linked(order.pair);
         }
@@ -137,16 +142,12 @@ fn workers_that_differ_are_never_paired() {
 
 #[test]
 fn a_pair_is_used_once_its_link_is_open() {
-    let mut bench = Bench { fleet: Fleet::new(4, true) };
-    let says = |bench: &mut Bench, report: WorkerReport| {
-        let address = Address::new(&*report.description.peer.worker.0, 1);
-        bench.fleet.on_report(report.description.role, &address, &(), report).unwrap();
-    };
+    let mut bench = Bench::new(4);
     let decode = || report(Role::Decode, "d", 1);
-    says(&mut bench, report(Role::Prefill, "p", 1));
-    says(&mut bench, WorkerReport { state: WorkerState::Loading, ..decode() });
+    bench.hears(report(Role::Prefill, "p", 1));
+    bench.hears(WorkerReport { state: WorkerState::Loading, ..decode() });
     assert!(bench.fleet.to_link().is_empty(), "one of the two is loading");
-    says(&mut bench, decode());
+    bench.hears(decode());
     let [order] = &bench.fleet.to_link()[..] else { panic!("one pair is ready") };
     assert_eq!((&*order.prefill.worker.0, &*order.decode.worker.0, &*order.kv_endpoint.address), ("p", "d", "h:1"));
     assert!(bench.fleet.to_link().is_empty(), "it is named once");
@@ -154,7 +155,7 @@ fn a_pair_is_used_once_its_link_is_open() {
     bench.fleet.on_linked(order.pair);
     assert_eq!(bench.num_pairs(), 1);
     // In its next life the decode worker is somebody else, to whom the way is not open.
-    says(&mut bench, report(Role::Decode, "d", 2));
+    bench.hears(report(Role::Decode, "d", 2));
     assert!(order.gone[1].is_cancelled());
     assert_eq!(bench.num_pairs(), 0);
     bench.fleet.on_linked(order.pair);
@@ -164,28 +165,25 @@ fn a_pair_is_used_once_its_link_is_open() {
 
 #[test]
 fn why_no_pair_serves_is_said() {
-    let mut bench = Bench { fleet: Fleet::new(4, true) };
-    let says = |bench: &mut Bench, report: WorkerReport| {
-        let address = Address::new(&*report.description.peer.worker.0, 1);
-        bench.fleet.on_report(report.description.role, &address, &(), report).unwrap();
-    };
+    let mut bench = Bench::new(4);
     assert_eq!(bench.fleet.why_no_pair(), "no prefill worker answers; no decode worker answers");
-    says(&mut bench, report(Role::Prefill, "p", 1));
-    says(&mut bench, WorkerReport { state: WorkerState::Loading, ..report(Role::Decode, "d", 1) });
+    bench.hears(report(Role::Prefill, "p", 1));
+    bench.hears(WorkerReport { state: WorkerState::Loading, ..report(Role::Decode, "d", 1) });
     let [p, d] = [("p", 1), ("d", 1)].map(|(worker, life)| report(Role::Decode, worker, life).description.peer);
     assert_eq!(bench.fleet.why_no_pair(), format!("no decode worker is ready: {d} is loading"));
-    says(&mut bench, report(Role::Decode, "d", 1));
+    bench.hears(report(Role::Decode, "d", 1));
     let is_being_opened = format!("the way for kv between {p} and {d} is being opened");
     assert_eq!(bench.fleet.why_no_pair(), is_being_opened);
     let [order] = &bench.fleet.to_link()[..] else { panic!("one pair is ready") };
     assert_eq!(bench.fleet.why_no_pair(), is_being_opened);
-    bench.fleet.on_link_failed(order.pair, "too slow".into());
+    assert!(bench.fleet.on_link_failed(order.pair, "too slow"));
+    assert!(!bench.fleet.on_link_failed(order.pair, "too slow"), "nothing new");
     assert_eq!(bench.fleet.why_no_pair(), format!("no way for kv between {p} and {d}: too slow"));
     bench.fleet.on_linked(order.pair);
     assert_eq!(bench.fleet.why_no_pair(), "");
     let mut stranger = report(Role::Decode, "d", 2);
     stranger.description.numerics = "bf16".into();
-    says(&mut bench, stranger);
+    bench.hears(stranger);
     let d = report(Role::Decode, "d", 2).description.peer;
     assert_eq!(bench.fleet.why_no_pair(), format!("{p} and {d} do not fit each other: numerics: f32 and bf16"));
 }

@@ -75,12 +75,17 @@ struct Node {
     parent: Parent,
     tokens: Arc<[TokenId]>,
     page: CachedPage,
-    /// Of a boundary: the window pages of [`PageShape::context_pages`] at its end.
-    window: Option<Vec<CachedPage>>,
+    boundary: Option<Boundary>,
     children: Children,
     /// When its page was used last.
     used: u64,
-    /// Of a boundary.
+}
+
+/// What makes a node a boundary.
+#[derive(Debug)]
+struct Boundary {
+    /// The window pages of [`PageShape::context_pages`] at its end.
+    window: Vec<CachedPage>,
     worth: Worth,
 }
 
@@ -140,8 +145,8 @@ impl PrefixCache {
         let boundaries = self.wanted(context, &path, reused_tokens);
         // From here on these pages are read, so they are not let go of for the others.
         let full: Vec<_> = hit.into_iter().flatten().map(|id| self.nodes[id].page.read()).collect();
-        let window = hit.and_then(|hit| self.nodes[hit.last()?].window.as_ref()).into_iter().flatten();
-        let window: Vec<_> = window.map(CachedPage::read).collect();
+        let boundary = hit.and_then(|hit| self.nodes[hit.last()?].boundary.as_ref());
+        let window: Vec<_> = boundary.iter().flat_map(|boundary| &boundary.window).map(CachedPage::read).collect();
         let end = hit.and_then(|hit| hit.last().copied());
         let reserve = self.reserve(demand(context_tokens - reused_tokens))?;
         if let Some(end) = end {
@@ -175,7 +180,7 @@ impl PrefixCache {
     pub fn keep_boundary(&mut self, context: Context<'_>, pages: &mut SequencePages, at: u32, goes_on: bool) {
         let path = self.walk(context, at);
         let end = path.last().copied().filter(|_| self.tokens(&path) == at);
-        let Some(id) = end.filter(|id| self.nodes[id].window.is_none()) else { return };
+        let Some(id) = end.filter(|id| self.nodes[id].boundary.is_none()) else { return };
         let Some(window) = pages.seal_window(at) else { return };
         let window: Vec<&CachedPage> = window.collect();
         let lent = window.iter().filter(|page| page.is_sole()).count() as u32;
@@ -186,8 +191,7 @@ impl PrefixCache {
             pages.add_window_spare(spare);
         }
         let worth = Worth { is_end_or_branch: true, used: self.uses };
-        let node = self.node(id);
-        (node.window, node.worth) = (Some(window), worth);
+        self.node(id).boundary = Some(Boundary { window, worth });
         self.boundaries.insert((worth, id));
         self.counts.boundaries += 1;
     }
@@ -211,7 +215,7 @@ impl PrefixCache {
     pub fn num_pages(&self, group: PageGroup) -> u32 {
         match group {
             PageGroup::Full => self.nodes.len() as u32,
-            PageGroup::Window => self.window_pages(),
+            PageGroup::Window => self.window_pages().map(CachedPage::id).collect::<BTreeSet<PageId>>().len() as u32,
         }
     }
 
@@ -254,7 +258,7 @@ impl PrefixCache {
 
     /// A path up to its last boundary, if it has one.
     fn last_boundary<'a>(&self, path: &'a [NodeId]) -> Option<&'a [NodeId]> {
-        path.iter().rposition(|id| self.nodes[id].window.is_some()).map(|last| &path[..=last])
+        path.iter().rposition(|id| self.nodes[id].boundary.is_some()).map(|last| &path[..=last])
     }
 
     /// A path is used now, all of it.
@@ -274,7 +278,8 @@ impl PrefixCache {
         let used = self.uses;
         let node = self.node(id);
         let worth = Worth { is_end_or_branch: node.children.len() > 1 || !goes_on, used };
-        let before = std::mem::replace(&mut node.worth, worth);
+        let Some(boundary) = &mut node.boundary else { return };
+        let before = std::mem::replace(&mut boundary.worth, worth);
         self.boundaries.remove(&(before, id));
         self.boundaries.insert((worth, id));
     }
@@ -284,7 +289,7 @@ impl PrefixCache {
         let ends = [context.prompt_tokens, context.tokens.len() as u32].map(|tokens| self.last_page_end(tokens));
         let is_boundary = |at: u32| {
             let node = path.get((at / self.shape.page_tokens) as usize - 1);
-            node.is_some_and(|id| self.nodes[id].window.is_some())
+            node.is_some_and(|id| self.nodes[id].boundary.is_some())
         };
         let places = BTreeSet::from([ends[0], ends[1], self.tokens(path)]);
         places.into_iter().filter(|at| *at > reused_tokens && !is_boundary(*at)).collect()
@@ -312,8 +317,7 @@ impl PrefixCache {
                 replaced
             }
         };
-        let worth = Worth { is_end_or_branch: false, used };
-        self.nodes.insert(id, Node { parent, tokens, page, window: None, children: Children::new(), used, worth });
+        self.nodes.insert(id, Node { parent, tokens, page, boundary: None, children: Children::new(), used });
         self.leaves.insert((used, id));
         id
     }
@@ -350,8 +354,7 @@ impl PrefixCache {
         match group {
             PageGroup::Full => self.unread_from_leaves().take(num_pages).count() == num_pages,
             PageGroup::Window => {
-                let windows = self.boundaries.iter().filter_map(|(_, id)| self.nodes[id].window.as_ref());
-                let mut unread = windows.flatten().filter(|page| !page.is_read()).map(CachedPage::id);
+                let mut unread = self.window_pages().filter(|page| !page.is_read()).map(CachedPage::id);
                 let mut distinct = BTreeSet::new();
                 while distinct.len() < num_pages && unread.next().map(|id| distinct.insert(id)).is_some() {}
                 distinct.len() == num_pages
@@ -376,10 +379,14 @@ impl PrefixCache {
         })
     }
 
-    /// Window pages of all boundaries, each counted once.
-    fn window_pages(&self) -> u32 {
-        let windows = self.boundaries.iter().filter_map(|(_, id)| self.nodes[id].window.as_ref());
-        windows.flatten().map(CachedPage::id).collect::<BTreeSet<PageId>>().len() as u32
+    /// Of a boundary.
+    fn window_of(&self, id: NodeId) -> &[CachedPage] {
+        self.nodes[&id].boundary.as_ref().map_or(&[], |boundary| &boundary.window)
+    }
+
+    /// Window pages of all boundaries; one that several share comes as often.
+    fn window_pages(&self) -> impl Iterator<Item = &CachedPage> {
+        self.boundaries.iter().flat_map(|(_, id)| self.window_of(*id))
     }
 
     /// Lets go of the least recently used leaf that nobody reads, or of the boundary worth least that has a page nobody reads. Whether there was
@@ -392,7 +399,7 @@ impl PrefixCache {
                 self.counts.evicted_full += 1;
             }
             PageGroup::Window => {
-                let is_unread = |id| self.nodes[&id].window.iter().flatten().any(|page: &CachedPage| !page.is_read());
+                let is_unread = |id| self.window_of(id).iter().any(|page| !page.is_read());
                 let Some(id) = first(&self.boundaries, is_unread) else { return false };
                 self.remove_boundary(id);
                 self.counts.evicted_boundaries += 1;
@@ -401,17 +408,15 @@ impl PrefixCache {
         true
     }
 
+    /// Makes a node no boundary, if it is one.
     fn remove_boundary(&mut self, id: NodeId) {
-        let node = self.node(id);
-        node.window = None;
-        let worth = node.worth;
-        self.boundaries.remove(&(worth, id));
+        if let Some(Boundary { worth, .. }) = self.node(id).boundary.take() {
+            self.boundaries.remove(&(worth, id));
+        }
     }
 
     fn remove_leaf(&mut self, id: NodeId) {
-        if self.nodes[&id].window.is_some() {
-            self.remove_boundary(id);
-        }
+        self.remove_boundary(id);
         let Node { parent, tokens, used, .. } = self.nodes.remove(&id).expect("the leaf was just looked at");
         self.leaves.remove(&(used, id));
         match parent {

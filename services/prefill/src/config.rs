@@ -143,7 +143,6 @@ impl Config {
             remembered_tickets: 4 * self.max_queued + 1_024,
         };
         let window_pages = scheduler.window_pages_per_prompt(shape, self.max_context_tokens) * self.max_prompts;
-        scheduler.window_pages = self.window_pages.unwrap_or(window_pages);
         let mut engine = EngineConfig {
             role: Role::Prefill,
             backend: self.backend,
@@ -153,7 +152,7 @@ impl Config {
             weights: self.weights.resolve(model.config().stored)?,
             page_tokens: self.page_tokens,
             full_pages: 0,
-            window_pages: scheduler.window_pages,
+            window_pages: self.window_pages.unwrap_or(window_pages),
             max_slots: self.max_prompts,
             max_step_tokens: self.chunk_tokens,
             max_context_tokens: self.max_context_tokens,

@@ -239,9 +239,7 @@ impl Forward<'_> {
         let pairs = tokens * top;
         let tile = expert_tile(layer.gate_up.weight.format(), pairs, model.config.num_experts);
         self.route(idx, layer, tokens, tile)?;
-        let adds_bias = model.plan.expert_tp_rank == 0;
-        let shares_gpu = self.gpu.is_shared || self.collective.shares_gpu();
-        experts(self.gpu, layer, self.acts, tile, tokens, adds_bias, shares_gpu)?;
+        experts(self.gpu, layer, self.acts, tile, tokens, model.plan.expert_tp_rank == 0)?;
 
         let Activations { residual, normed, delta, expert_weights, expert_out, routings, .. } = &mut *self.acts;
         let sum = ExpertSum {

@@ -88,8 +88,7 @@ pub(crate) fn dense(
 }
 
 /// The rank's experts on `tokens` tokens, those of all attention groups, dispatched into routing `tile`: fills `acts.expert_out`.
-/// `adds_bias`: whether the bias of the second product is this rank's to add; `shares_gpu`: whether other kernels whose blocks wait for
-/// each other, or for another GPU's, may run beside these.
+/// `adds_bias`: whether the bias of the second product is this rank's to add.
 ///
 /// # Errors
 /// [`EngineError::Gpu`].
@@ -100,7 +99,6 @@ pub(crate) fn experts(
     tile: usize,
     tokens: usize,
     adds_bias: bool,
-    shares_gpu: bool,
 ) -> Result<(), EngineError> {
     let (kernels, stream, workspace) = (&gpu.kernels, &gpu.stream, &mut gpu.workspace);
     let Activations { normed, normed_of_all, routings, gathered, activated, expert_out, .. } = acts;
@@ -120,7 +118,7 @@ pub(crate) fn experts(
         Fp8Gemm { weights: gate_up, x: gathered, slots, bias, out, routing }.enqueue(kernels, stream)?;
         let out = Fp8Output::Bf16(expert_out.slice_mut(..pairs * hidden));
         Fp8Gemm { weights: down, x: activated, slots, bias: down_bias, out, routing }.enqueue(kernels, stream)?;
-    } else if is_one_launch(tile, pairs, shares_gpu) {
+    } else if is_one_launch(tile, pairs, gpu.is_shared) {
         SkinnyExperts {
             gate_up,
             down,

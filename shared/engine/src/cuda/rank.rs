@@ -32,8 +32,8 @@ pub(crate) struct Gpu {
     pub(crate) kernels: Kernels,
     pub(crate) workspace: Workspace,
     pub(crate) fp8: Fp8Activations,
-    /// Whether kernels that wait for blocks of their own, or for another GPU, may run beside this rank's: those of other processes (MPS), or
-    /// NCCL's that send KV, whose receivers may be waited for in turn.
+    /// Whether kernels that wait for blocks of their own, or for another GPU, may run beside this rank's: those of other ranks or of other
+    /// processes (MPS), or NCCL's that send KV, whose receivers may be waited for in turn.
     pub(crate) is_shared: bool,
 }
 
@@ -132,10 +132,11 @@ impl CudaRank {
         let max_context = options.max_context_tokens as usize;
         let acts = Activations::new(&stream, config, &plan, tokens, logit_rows)?;
         let sizes = Sizes { hidden: config.hidden_size, max_tokens: tokens, vocab: config.vocab_size };
-        gpu.is_shared |= listener.is_some();
         gpu.fp8 = Fp8Activations::new(&stream, config, &plan, options.scheme, tokens)?;
+        let collective = meeting.join(&gpu, &plan, sizes, &acts.logits)?;
+        gpu.is_shared |= listener.is_some() || collective.shares_gpu();
         let mut rank = Self {
-            collective: meeting.join(&gpu, &plan, sizes, &acts.logits)?,
+            collective,
             limits: Limits {
                 slots: groups,
                 group: DpGroup(plan.dp_rank as u32),
